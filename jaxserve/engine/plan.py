@@ -1,0 +1,68 @@
+"""A turn's decisions as plain frozen data, and what the engine needs of a device.
+
+The scheduler's `schedule()` makes a `Plan`; the runner launches it; `apply()` takes the sampled ids
+back. A Plan holds no array and no model object: it can be logged, replayed and broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from jaxserve.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step.
+
+        cache positions   0 ........ start ........ start + query_len
+                          in cache   written by this step
+
+    A decode row feeds the token the device sampled last for this slot, so the host need not know it yet.
+    """
+
+    slot: int
+    start: int  # tokens of this sequence in the cache before this step
+    query_len: int
+    tokens: tuple[int, ...] | None  # the chunk's ids (prefill); None: the slot's last sampled id (decode)
+    first_page: int  # index into the sequence's page list at which new_pages go
+    new_pages: tuple[int, ...]  # pages gained since the slot's last row; a new slot's first row has all
+    sample: bool  # the last query's logits yield a token (false for all but a prompt's last chunk)
+    params: SamplingParams | None  # on the slot's first row; the device keeps them for the slot
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One compiled call: a rectangle [B, Q] of a listed shape, rows padded up to B."""
+
+    kind: Literal["prefill", "decode"]
+    batch: int  # B, a bucket
+    queries: int  # Q, a bucket; 1 for decode
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One turn: steps that run one after the other on the device, in this order."""
+
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled ids of one step, one per row of the step; meaningful where `row.sample`."""
+
+    token_ids: tuple[int, ...]
+
+
+class Runner(Protocol):
+    """A device, real or fake. Called from the engine thread only.
+
+    `launch` returns without waiting for the device; steps run in the order of launching. `fetch` blocks
+    until the ids of that launch are on the host. The engine launches turn n+1 before it fetches turn n.
+    """
+
+    def launch(self, plan: Plan) -> Any: ...
+
+    def fetch(self, handle: Any) -> tuple[StepResult, ...]: ...

@@ -1,0 +1,87 @@
+"""What crosses module borders: frozen data, no jax, no behaviour beyond validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to pick tokens and when to stop. Values are already validated by the front end.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off.
+    `seed` is the request's own 64-bit seed; the front end draws one when the client gave none, so the
+    engine never has to. The random key of a token is fold_in(key(seed), position).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue. `arrival_s` is `time.monotonic()` when the server read the request."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When a request passed each stage, in `time.monotonic()` seconds. None: never got there."""
+
+    arrival_s: float
+    admitted_s: float | None = None  # given a slot: end of queueing, start of prefill
+    first_token_s: float | None = None  # end of prefill
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Progress of one request, in order. The last event of a request has a `finish_reason`.
+
+    `token_ids` are the ids sampled since the last event; ids of a stop token that ended the request are
+    included (usage counts them), their text is not. `text` is what is now safe to show: never a part of
+    a character, never a part of a stop string; it may be empty while `token_ids` is not, and vice versa.
+    """
+
+    request_id: str
+    time_s: float
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    error: str | None = None  # with finish_reason "error"
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # so far, this event included
+    timeline: Timeline | None = None  # on the last event only
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A consistent snapshot of the engine, cheap to take from any thread."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages_total: int = 0  # usable pages: the trash page is not counted
+    num_pages_used: int = 0
+    num_steps: dict[str, int] = field(default_factory=dict)  # by kind: "prefill", "decode"
+    host_time_s: float = 0.0  # engine thread busy outside of waiting for the device
+    device_wait_s: float = 0.0  # engine thread blocked in fetch
+    state: Literal["starting", "ready", "draining", "dead"] = "ready"
+    reason: str | None = None  # why it is not ready
