@@ -67,5 +67,5 @@ class TokenizerError(JaxserveError):
     """Tokenizer data or a chat template that is missing, corrupt or can't be applied."""
 
 
-class OutOfPages(JaxserveError):  # noqa: N818  (a condition the scheduler handles, not a failure)
+class OutOfPages(JaxserveError):
     """The KV page pool holds fewer free pages than were asked for."""
