@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.weights.source import TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Family(Protocol):
     gguf_architectures: tuple[str, ...]  # values of general.architecture
     hf_architectures: tuple[str, ...]  # values of config.json's "architectures"
 
-    def config(self, format: str, metadata: Mapping[str, Any]) -> ModelConfig:
+    def config(self, source: TensorSource) -> ModelConfig:
         """Translate the file's description. Raises WeightsError that names an unsupported option."""
         ...
 

@@ -1,0 +1,52 @@
+"""Reading a file's own description of a model, key by key, with errors that name the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxserve.errors import WeightsError
+
+
+def refuse(key: str, value: object, supported: str) -> NoReturn:
+    """Raise for a model option that would change the answer and isn't implemented."""
+    raise WeightsError(f"{key} = {value!r} is not supported; supported: {supported}")
+
+
+class Metadata:
+    """Typed access to GGUF key-value pairs or to config.json."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def need(self, key: str, kind: type) -> Any:
+        """The value of `key`; WeightsError if it is missing or of another type."""
+        if self._values.get(key) is None:
+            raise WeightsError(f"the model's description lacks {key}")
+        return self.get(key, kind, None)
+
+    def get(self, key: str, kind: type, default: Any) -> Any:
+        """The value of `key`, or `default` where it is missing or null."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if kind is list and isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            return value
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise WeightsError(f"{key} = {value!r}: expected {kind.__name__}, found {type(value).__name__}")
+        return value
+
+    def rope_theta(self, default: float) -> float:
+        """The RoPE base of a config.json: `rope_theta`, or inside `rope_parameters` in newer files."""
+        nested = self.get("rope_parameters", dict, {})
+        return Metadata(nested).get("rope_theta", float, None) or self.get("rope_theta", float, default)
+
+    def refuse_rope_scaling(self) -> None:
+        """Raise if a config.json asks for scaled RoPE."""
+        for key in ("rope_scaling", "rope_parameters"):
+            scaling = self.get(key, dict, {})
+            kind = scaling.get("rope_type", scaling.get("type", "default"))
+            if kind != "default":
+                refuse(f"{key}.rope_type", kind, "default (unscaled)")

@@ -1,0 +1,80 @@
+"""Attention over the paged cache in plain XLA: runs everywhere; every kernel is tested against it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+BLOCK_TOKENS = 128  # keys handled per round of the loop: enough for a full dot, little waste at the end
+
+
+def paged_attention_xla(
+    q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
+    k_pool: jax.Array,  # [pages * page_size, K, D]
+    v_pool: jax.Array,  # [pages * page_size, K, D]
+    page_table: jax.Array,  # [B, P] entries past the context are ignored
+    context_lens: jax.Array,  # [B] tokens in cache, this step's included
+    query_lens: jax.Array,  # [B] 0 marks an empty row
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:  # [B, Q, N, D]
+    """Causal attention over a paged cache, by blocks of keys with an online softmax in float32.
+
+    Query i of a row is at position context_len - query_len + i and sees keys in (position - window,
+    position], or all up to its position without a window. Padding queries return 0. The loop runs from
+    the first block any row can see to the longest live context, so cost follows the live context.
+    Sources: Kwon et al. 2023, arXiv:2309.06180 (paging); Milakov & Gimelshein 2018, arXiv:1805.02867.
+    """
+    B, Q, N, D = q.shape
+    K = k_pool.shape[1]
+    G = N // K
+    num_columns = page_table.shape[1]
+    block_pages = max(1, min(BLOCK_TOKENS // page_size, num_columns))
+    block = block_pages * page_size
+
+    live = query_lens > 0
+    starts = context_lens - query_lens  # [B] position of the first query
+    positions = starts[:, None] + jnp.arange(Q)  # [B, Q]
+    queries = q.reshape(B, Q, K, G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, D)
+
+    last = jnp.max(jnp.where(live, context_lens, 0))
+    first = 0 if window is None else jnp.min(jnp.where(live, jnp.maximum(starts - window + 1, 0), last))
+
+    def body(i, carry):
+        peak, total, out = carry  # [B, K, GQ], [B, K, GQ], [B, K, GQ, D]
+        columns = i * block_pages + jnp.arange(block_pages)
+        pages = page_table[:, jnp.minimum(columns, num_columns - 1)]  # [B, block_pages]
+        index = (pages[:, :, None] * page_size + jnp.arange(page_size)).reshape(B, block)
+        key_positions = i * block + jnp.arange(block)
+        readable = key_positions < context_lens[:, None]  # [B, T]
+        index = jnp.where(readable, index, 0)
+        k, v = k_pool[index], v_pool[index]  # [B, T, K, D]
+        v = jnp.where(readable[:, :, None, None], v, 0)  # the trash page may hold anything, NaN included
+        scores = scale * jnp.einsum("bkqd,btkd->bkqt", queries, k, preferred_element_type=jnp.float32)
+        seen = key_positions <= positions[:, :, None]  # [B, Q, T]
+        if window is not None:
+            seen &= key_positions > positions[:, :, None] - window
+        seen &= readable[:, None, :] & (jnp.arange(Q) < query_lens[:, None])[:, :, None]
+        seen = jnp.broadcast_to(seen[:, None, None], (B, K, G, Q, block)).reshape(scores.shape)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        # A query that has seen no key yet keeps its peak at -inf; exp(-inf - 0) is a plain 0, not NaN.
+        safe_peak = jnp.where(jnp.isneginf(new_peak), 0.0, new_peak)
+        weights = jnp.exp(scores - safe_peak[..., None])
+        shrink = jnp.exp(peak - safe_peak)
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        mixed = jnp.einsum(
+            "bkqt,btkd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        return new_peak, total, out * shrink[..., None] + mixed
+
+    carry = (
+        jnp.full((B, K, G * Q), -jnp.inf, jnp.float32),
+        jnp.zeros((B, K, G * Q), jnp.float32),
+        jnp.zeros((B, K, G * Q, D), jnp.float32),
+    )
+    _, total, out = jax.lax.fori_loop(first // block, -(-last // block), body, carry)
+    out = out / jnp.where(total > 0, total, 1.0)[..., None]
+    return out.reshape(B, K, G, Q, D).transpose(0, 3, 1, 2, 4).reshape(B, Q, N, D).astype(q.dtype)

@@ -1,0 +1,56 @@
+"""Which implementation of attention and of dense layers a process uses. Chosen once, at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from jaxserve.errors import ConfigError
+from jaxserve.ops.attention.reference import paged_attention_xla
+from jaxserve.ops.linear import linear_xla
+
+CHOICES = ("auto", "native", "xla")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The operations that differ from device to device. `attention` and `linear` are traceable."""
+
+    attention_name: str
+    linear_name: str
+    attention: Callable[..., jax.Array]  # paged_attention_xla's signature
+    linear: Callable[[jax.Array, jax.Array], jax.Array]  # linear_xla's signature
+
+
+XLA = Backend("xla", "xla", paged_attention_xla, linear_xla)
+
+
+def choose(attention: str = "auto", linear: str = "auto") -> Backend:
+    """The backend for JAX's default device. "auto" takes native CPU kernels where they run, else XLA.
+
+    Raises ConfigError when a named one can't run here; it never falls back in silence.
+    """
+    for flag, value in (("attention_backend", attention), ("linear_backend", linear)):
+        if value not in CHOICES:
+            raise ConfigError(f"{flag}: {value!r} is unknown; choose one of {', '.join(CHOICES)}")
+    usable, reason = False, "the native kernels run on CPU only"
+    if jax.default_backend() == "cpu" and (attention, linear) != ("xla", "xla"):
+        from jaxserve import native
+
+        usable, reason = native.available()
+    for flag, value in (("attention_backend", attention), ("linear_backend", linear)):
+        if value == "native" and not usable:
+            raise ConfigError(f"{flag}=native can't run here: {reason}; use auto or xla")
+    if not usable:
+        return XLA
+    from jaxserve import native
+
+    native_attention, native_linear = attention != "xla", linear != "xla"
+    return Backend(
+        "native" if native_attention else "xla",
+        "native" if native_linear else "xla",
+        native.paged_attention if native_attention else paged_attention_xla,
+        native.linear if native_linear else linear_xla,
+    )
