@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -26,12 +27,17 @@ class TensorSource(Protocol):
     the GGUF key-value pairs (Python values) for "gguf".
     """
 
+    path: Path
     format: Literal["gguf", "safetensors"]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, dequantised; float32, or the file's own bfloat16/float16 where it is unquantised."""
+        ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of `read(name)` along axis 0, in memory for those rows alone."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,132 @@
+"""From a tensor source to the decoder's parameters, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.models.family import Part, WeightRule
+from jaxserve.weights.source import TensorSource
+
+Progress = Callable[[str, int, int], None]  # description, completed, total
+DTYPES = ("bfloat16", "float32")
+BLOCK_ELEMENTS = 1 << 22  # read and cast at a time
+ALIGNMENT = 64  # the CPU backend takes over a buffer aligned like this; any other is copied
+NAMES_SHOWN = 5
+
+
+def serving_dtype(name: str) -> np.dtype:
+    """The dtype called `name`. Raises ConfigError for one that jaxserve does not serve in."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported: one of {', '.join(DTYPES)}")
+    return jnp.dtype(name)
+
+
+def param_dtype(shape: Sequence[int], dtype: str) -> np.dtype:
+    """What a parameter is kept in: vectors (norms, biases) stay float32, the others take `dtype`."""
+    return np.dtype(np.float32) if len(shape) <= 1 else serving_dtype(dtype)
+
+
+def load_params(
+    source: TensorSource,
+    rules: Sequence[WeightRule],
+    ignored: frozenset[str],
+    dtype: str,
+    *,
+    progress: Progress | None = None,
+    place: Callable[[np.ndarray], jax.Array] = jax.device_put,
+) -> dict[str, jax.Array]:
+    """Every parameter of `rules` from `source`, by `WeightRule.param`.
+
+    Host memory beside the result: one parameter, a block of rows, and the float32 form of a part that
+    has a transform. Names and shapes are checked before the first tensor is read; a tensor that is
+    missing, of a wrong shape, or in neither `rules` nor `ignored` raises WeightsError.
+    """
+    check_tensors(source, rules, ignored)
+    params: dict[str, jax.Array] = {}
+    for i, rule in enumerate(rules):
+        if progress is not None:
+            progress("loading weights", i, len(rules))
+        params[rule.param] = place(_read_param(source, rule, param_dtype(rule.shape, dtype)))
+    if progress is not None:
+        progress("loading weights", len(rules), len(rules))
+    return params
+
+
+def check_tensors(source: TensorSource, rules: Sequence[WeightRule], ignored: frozenset[str]) -> None:
+    """Raises WeightsError unless the source holds what the rules want, in their shapes, and no more."""
+    expected = {part.name: (part, rule) for rule in rules for part in rule.parts}
+    missing = [name for name in expected if name not in source.tensors]
+    if missing:
+        part, rule = expected[missing[0]]
+        raise WeightsError(
+            f"{source.path}: {_count(missing, 'missing')}; the first is expected with the shape "
+            f"{list(part.shape)} for parameter {rule.param}"
+        )
+    wrong = [
+        f"{name!r}: expected {list(part.shape)} for parameter {rule.param}, "
+        f"found {list(source.tensors[name].shape)}"
+        for name, (part, rule) in expected.items()
+        if source.tensors[name].shape != tuple(part.shape)
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:NAMES_SHOWN])
+        raise WeightsError(f"{source.path}: {len(wrong)} tensors of a wrong shape: {shown}")
+    extra = [name for name in source.tensors if name not in expected and name not in ignored]
+    if extra:
+        shape = list(source.tensors[extra[0]].shape)
+        raise WeightsError(
+            f"{source.path}: {_count(extra, 'not part of this model')}; the first has the shape {shape}, "
+            "where no tensor of that name is expected"
+        )
+
+
+def _count(names: Sequence[str], what: str) -> str:
+    shown = ", ".join(repr(name) for name in names[:NAMES_SHOWN])
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{len(names)} tensor{'s'[:len(names) > 1]} {what}: {shown}{more}"
+
+
+def _read_param(source: TensorSource, rule: WeightRule, dtype: np.dtype) -> np.ndarray:
+    out = aligned_empty(rule.shape, dtype)
+    if len(rule.parts) == 1:
+        _read_part(source, rule.parts[0], out)
+        return out
+    row = 0
+    for part in rule.parts:
+        rows = part.shape[0]
+        _read_part(source, part, out[row : row + rows])
+        row += rows
+    if row != rule.shape[0]:
+        raise ValueError(f"{rule.param}: its parts have {row} rows, its shape is {rule.shape}")
+    return out
+
+
+def _read_part(source: TensorSource, part: Part, out: np.ndarray) -> None:
+    """Fill `out`, a view of the parameter, casting on assignment (to nearest, ties to even)."""
+    if part.transform is not None:
+        values = part.transform(source.read(part.name).astype(np.float32, copy=False))
+    elif out.ndim == 0 or out.shape != tuple(part.shape):
+        values = source.read(part.name)
+    else:
+        rows = max(1, BLOCK_ELEMENTS // prod(part.shape[1:]))
+        for start in range(0, part.shape[0], rows):
+            stop = min(start + rows, part.shape[0])
+            out[start:stop] = source.read_rows(part.name, start, stop)
+        return
+    if values.shape != out.shape:
+        raise ValueError(f"{part.name}: its transform gives {values.shape}, {out.shape} is needed")
+    out[...] = values
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that a CPU device can take over without a copy."""
+    nbytes = prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + nbytes].view(dtype).reshape(shape)
