@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.models.family import Part, WeightRule
+from jaxserve.weights.progress import Progress
 from jaxserve.weights.source import TensorSource
 
-Progress = Callable[[str, int, int], None]  # description, completed, total
 DTYPES = ("bfloat16", "float32")
 BLOCK_ELEMENTS = 1 << 22  # read and cast at a time
 ALIGNMENT = 64  # the CPU backend takes over a buffer aligned like this; any other is copied

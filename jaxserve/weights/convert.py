@@ -1,0 +1,75 @@
+"""From a GGUF file or a Hugging Face folder to a checkpoint that loads fast."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from pathlib import Path
+
+from jaxserve.errors import WeightsError
+from jaxserve.weights.checkpoint import CHAT_TEMPLATE, is_checkpoint, write_checkpoint
+from jaxserve.weights.loader import param_dtype
+from jaxserve.weights.model_files import CHECKPOINTS, open_model
+from jaxserve.weights.progress import Progress
+from jaxserve.weights.staging import require_space, staging_folder, sync, sync_tree
+
+OVERHEAD_BYTES = 64 << 20  # tokenizer, metadata
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    checkpoints: Path = CHECKPOINTS,
+) -> Path:
+    """Write the model `src` (see `open_model`) to the folder `dst`, with tokenizer and chat template.
+
+    `dst` appears when it is complete, by one rename; an interrupted conversion leaves at most a hidden
+    folder beside it, which the next one removes. Host memory stays near the size of the result plus one
+    tensor. Raises WeightsError, also when `dst` is there already (unless `overwrite`, which replaces a
+    checkpoint but never a folder that is none).
+    """
+    from jaxserve.tokenizer import load
+
+    dst = Path(os.path.abspath(dst))
+    _check_target(dst, overwrite)
+    model = open_model(src, checkpoints=checkpoints)
+    try:
+        shapes = model.param_shapes.values()
+        nbytes = sum(prod(shape) * param_dtype(shape, dtype).itemsize for shape in shapes)
+        require_space(dst, nbytes + OVERHEAD_BYTES)
+        with staging_folder(dst) as staging:
+            work = staging / dst.name
+            work.mkdir()
+            # The cheap part first: a tokenizer that can't be read fails before the long work.
+            load.save(model.load_tokenizer(), work)
+            if (template := model.chat_template()) is not None:
+                (work / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+            params = model.load_params(dtype, progress)
+            write_checkpoint(
+                work, params, model.config, dtype=dtype, source=model.path.name, progress=progress
+            )
+            sync_tree(work)
+            if dst.exists():
+                dst.rename(staging / "replaced")
+            work.rename(dst)
+            sync(dst.parent)
+    finally:
+        model.close()
+    return dst
+
+
+def _check_target(dst: Path, overwrite: bool) -> None:
+    if not dst.exists():
+        return
+    if not dst.is_dir() or (not is_checkpoint(dst) and any(dst.iterdir())):
+        raise WeightsError(f"{dst} exists and is no jaxserve checkpoint: choose another place")
+    if not is_checkpoint(dst):
+        dst.rmdir()
+    elif not overwrite:
+        raise WeightsError(f"{dst} exists already: overwrite it on request, or choose another place")
+
+

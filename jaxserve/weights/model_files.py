@@ -1,0 +1,167 @@
+"""A model on the disk, whatever its format: its config, parameters, tokenizer and chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import jax
+
+from jaxserve.errors import WeightsError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import family_for, family_named
+from jaxserve.weights.checkpoint import is_checkpoint, load_checkpoint_params, read_manifest
+from jaxserve.weights.gguf import GGUFSource
+from jaxserve.weights.loader import check_tensors, load_params
+from jaxserve.weights.progress import Progress
+from jaxserve.weights.safetensors import SafetensorsSource
+from jaxserve.weights.source import TensorSource
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizer.base import Tokenizer
+
+CHECKPOINTS = Path("checkpoints")
+
+
+class ModelFiles(Protocol):
+    """An opened model: its description is read and checked, its tensors are not read yet."""
+
+    path: Path
+    format: Literal["gguf", "safetensors", "orbax"]
+    name: str  # what to call the model when nobody says otherwise
+    config: ModelConfig
+    param_shapes: dict[str, tuple[int, ...]]  # by parameter name
+
+    def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
+        """Parameters by flat name on the first device; matrices in `dtype`, vectors in float32."""
+        ...
+
+    def load_tokenizer(self) -> Tokenizer: ...
+
+    def chat_template(self) -> str | None:
+        """The jinja2 source, or None for a model that has no template."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_model(model: str | Path, *, checkpoints: Path = CHECKPOINTS) -> ModelFiles:
+    """Open a .gguf file, a Hugging Face folder, a converted folder, or a name in `checkpoints`.
+
+    A name stands for the converted folder of that name, or else for the file or folder that `pull` made
+    of it. Raises WeightsError when there is none, and for one that is corrupt or not supported.
+    """
+    path = find_model(model, checkpoints=checkpoints)
+    if path.is_dir() and is_checkpoint(path):
+        return _Converted(path)
+    if path.suffix == ".safetensors":
+        raise WeightsError(f"{path}: name its folder, which also holds config.json and the tokenizer")
+    return _Unconverted(SafetensorsSource(path) if path.is_dir() else GGUFSource(path))
+
+
+def find_model(model: str | Path, *, checkpoints: Path = CHECKPOINTS) -> Path:
+    """Where `open_model` would look. Raises WeightsError that says how to get the model."""
+    candidates = [Path(model)]
+    name = str(model)
+    if not Path(model).is_absolute():
+        flat = name.replace("/", "--").replace(":", "--")
+        candidates += [checkpoints / name, checkpoints / f"{name}.gguf", checkpoints / flat]
+    for path in candidates:
+        if path.is_file() or (path.is_dir() and (is_checkpoint(path) or (path / "config.json").is_file())):
+            return path
+    for path in candidates:
+        if path.is_dir():
+            raise WeightsError(
+                f"{path} is no model: a folder needs a jaxserve.json (made by `jaxserve convert`) "
+                "or a config.json (Hugging Face)"
+            )
+    raise WeightsError(
+        f"model {name!r} not found: no such file or folder, nor in {checkpoints}/; "
+        f"`jaxserve pull {name}` fetches one that has a known name"
+    )
+
+
+class _Unconverted:
+    """A GGUF file or a Hugging Face folder."""
+
+    def __init__(self, source: TensorSource):
+        self.source = source
+        self.path = source.path
+        self.format: Literal["gguf", "safetensors", "orbax"] = source.format
+        self.name = source.path.stem if source.format == "gguf" else _folder_name(source.path)
+        try:
+            family = family_for(source)
+            self.config = family.config(source)
+            self._rules = family.rules(source.format, self.config)
+            self._ignored = family.ignored(source.format, self.config)
+            check_tensors(source, self._rules, self._ignored)
+        except WeightsError as error:
+            source.close()
+            raise error if str(self.path) in str(error) else WeightsError(f"{self.path}: {error}") from error
+        self.param_shapes = {rule.param: tuple(rule.shape) for rule in self._rules}
+
+    def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
+        return load_params(self.source, self._rules, self._ignored, dtype, progress=progress)
+
+    def load_tokenizer(self) -> Tokenizer:
+        from jaxserve.tokenizer import load
+
+        if self.format == "gguf":
+            return load.from_gguf(self.source.metadata)
+        return load.from_folder(self.path)
+
+    def chat_template(self) -> str | None:
+        from jaxserve.tokenizer import load
+
+        if self.format == "gguf":
+            return load.chat_template_from_gguf(self.source.metadata)
+        return load.chat_template_from_folder(self.path)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class _Converted:
+    """A folder made by `jaxserve convert`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.format: Literal["gguf", "safetensors", "orbax"] = "orbax"
+        self.name = _folder_name(path)
+        self._manifest = read_manifest(path)
+        self.config = self._manifest.config
+        # Names and shapes of parameters are the same whatever the format they came from.
+        rules = family_named(self.config.family).rules("safetensors", self.config)
+        self.param_shapes = {rule.param: tuple(rule.shape) for rule in rules}
+        for param in self.param_shapes.keys() | self._manifest.shapes.keys():
+            expected, found = self.param_shapes.get(param), self._manifest.shapes.get(param)
+            if expected != found:
+                raise WeightsError(
+                    f"{path}: parameter {param!r}: expected {_shape(expected)}, found {_shape(found)}: "
+                    "convert again"
+                )
+
+    def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
+        return load_checkpoint_params(self.path, dtype, manifest=self._manifest, progress=progress)
+
+    def load_tokenizer(self) -> Tokenizer:
+        from jaxserve.tokenizer import load
+
+        return load.from_folder(self.path)
+
+    def chat_template(self) -> str | None:
+        from jaxserve.tokenizer import load
+
+        return load.chat_template_from_folder(self.path)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _folder_name(path: Path) -> str:
+    """`pull` keeps org/name in a folder called org--name."""
+    return path.resolve().name.replace("--", "/", 1)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))
