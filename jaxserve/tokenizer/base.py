@@ -11,11 +11,15 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # ids are in [0, vocab_size); may be smaller than the model's padded vocabulary
     bos_id: int | None
+    eos_id: int | None  # the one that ends a text, for chat templates that spell it
     eos_ids: frozenset[int]  # every id that ends a turn or a text
     add_bos: bool  # the model wants BOS at the start of a text
 
     def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> list[int]:
-        """Ids of `text`. With `parse_special`, the text of a special token becomes its id."""
+        """Ids of `text`. With `parse_special`, the text of a special token becomes its id.
+
+        Raises RequestError for text that is no Unicode (a lone surrogate, as JSON can carry).
+        """
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

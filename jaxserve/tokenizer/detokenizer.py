@@ -1,0 +1,32 @@
+"""Ids to text while they are being generated."""
+
+from __future__ import annotations
+
+import codecs
+
+from jaxserve.tokenizer.base import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Text of one sequence, id by id, in constant time each.
+
+    A character spread over several ids appears with the last of them; a token's leading space is always
+    kept (see TableTokenizer). All that was returned, `finish` included, joins to `tokenizer.decode(ids)`.
+    Owned by one request; not for several threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        # Holds the bytes of an unfinished character; at most three.
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_id: int) -> str:
+        """What is certain to be text now; empty for half a character or a skipped special token."""
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """U+FFFD if the last character never got complete, else nothing. The next text starts afresh."""
+        return self._utf8.decode(b"", final=True)
