@@ -1,0 +1,144 @@
+"""The engine's limits, and the static shapes that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from jaxserve.errors import ConfigError
+
+Shape = tuple[int, int]  # (B, Q)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every limit of the engine. Buckets, chunk and admission derive from it and from nothing else.
+
+    `decode_buckets` and `prefill_buckets` are derived where they are left empty. `dataclasses.replace`
+    carries the derived lists over: pass `()` for them there to derive anew. Raises ConfigError.
+    """
+
+    max_model_len: int  # tokens of a sequence, prompt and output together
+    num_pages: int  # of the pool, page 0 included; page 0 takes the writes of padding rows
+    page_size: int = 16  # KV positions of a page
+    max_num_seqs: int = 32  # slots
+    max_num_queued: int = 1024  # requests that may wait for a slot or for pages
+    max_prefill_tokens: int = 512  # B * Q of a prefill step, padding included
+    min_prefill_queries: int = 32  # smallest Q of a prefill step
+    min_decode_batch: int = 2  # smallest B of a decode step: on CPU one row costs more than two
+    prefill_step_cost: int = 64  # fixed cost of one more prefill step, in padded tokens
+    decode_buckets: tuple[int, ...] = ()  # B, ascending
+    prefill_buckets: tuple[Shape, ...] = ()  # (B, Q), cheapest first
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.type == "int":
+                lowest = 0 if item.name in ("max_num_queued", "prefill_step_cost") else 1
+                _require_int(item.name, getattr(self, item.name), lowest)
+        if self.num_usable_pages < self.pages_per_seq:
+            raise ConfigError(
+                f"num_pages={self.num_pages} can't hold one sequence of max_model_len="
+                f"{self.max_model_len}: with page_size={self.page_size} that takes "
+                f"{self.pages_per_seq + 1} pages, page 0 for padding included. Raise num_pages (more KV "
+                "memory) or lower max_model_len"
+            )
+        decode = self.decode_buckets or self._derive_decode_buckets()
+        prefill = self.prefill_buckets or self._derive_prefill_buckets()
+        self._check_decode_buckets(decode)
+        self._check_prefill_buckets(prefill)
+        object.__setattr__(self, "decode_buckets", tuple(decode))
+        object.__setattr__(self, "prefill_buckets", tuple(sorted(prefill, key=lambda s: (s[0] * s[1], s[0]))))
+
+    @property
+    def num_usable_pages(self) -> int:
+        return self.num_pages - 1
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Length of a page table row, P."""
+        return self.pages_for(self.max_model_len)
+
+    @cached_property
+    def max_chunk(self) -> int:
+        """The most prompt tokens that one row of a prefill step takes."""
+        return max(queries for _, queries in self.prefill_buckets)
+
+    @cached_property
+    def prefill_batches(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """`prefill_buckets` by Q: ((Q, (B, ...)), ...), both ascending."""
+        by_queries: dict[int, list[int]] = {}
+        for batch, queries in self.prefill_buckets:
+            by_queries.setdefault(queries, []).append(batch)
+        return tuple((queries, tuple(sorted(batches))) for queries, batches in sorted(by_queries.items()))
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold `num_tokens` positions."""
+        return -(-num_tokens // self.page_size)
+
+    def decode_bucket(self, num_rows: int) -> int:
+        """The smallest listed B with room for `num_rows`, which is at most `max_num_seqs`."""
+        for batch in self.decode_buckets:
+            if batch >= num_rows:
+                return batch
+        raise AssertionError(f"{num_rows} decode rows for {self.max_num_seqs} slots")
+
+    def prefill_bucket(self, num_rows: int, max_query_len: int) -> Shape | None:
+        """The listed (B, Q) of least B * Q with room for such rows; None if no listed shape has it."""
+        for shape in self.prefill_buckets:
+            if shape[0] >= num_rows and shape[1] >= max_query_len:
+                return shape
+        return None
+
+    def _derive_decode_buckets(self) -> tuple[int, ...]:
+        return _doubling(self.min_decode_batch, max(self.max_num_seqs, self.min_decode_batch))
+
+    def _derive_prefill_buckets(self) -> tuple[Shape, ...]:
+        smallest = min(self.min_prefill_queries, self.max_prefill_tokens)
+        return tuple(
+            (1 << power, queries)
+            for queries in _doubling(smallest, self.max_prefill_tokens)
+            for power in range(min(self.max_num_seqs, self.max_prefill_tokens // queries).bit_length())
+        )
+
+    def _check_decode_buckets(self, buckets: Iterable[int]) -> None:
+        buckets = list(buckets)
+        for batch in buckets:
+            _require_int("decode_buckets", batch, 1)
+        if buckets != sorted(set(buckets)) or buckets[-1] < self.max_num_seqs:
+            raise ConfigError(
+                f"decode_buckets={buckets} must ascend and end at max_num_seqs={self.max_num_seqs} or above; "
+                "leave the key out to derive it"
+            )
+
+    def _check_prefill_buckets(self, buckets: Iterable[Shape]) -> None:
+        seen = set()
+        for shape in buckets:
+            if not isinstance(shape, tuple) or len(shape) != 2:
+                raise ConfigError(f"prefill_buckets: {shape!r} is not a pair (batch, queries)")
+            batch, queries = shape
+            _require_int("prefill_buckets", batch, 1)
+            _require_int("prefill_buckets", queries, 1)
+            if batch * queries > self.max_prefill_tokens or batch > self.max_num_seqs:
+                raise ConfigError(
+                    f"prefill_buckets: {batch} x {queries} is over max_prefill_tokens="
+                    f"{self.max_prefill_tokens} or max_num_seqs={self.max_num_seqs}; drop the shape or "
+                    "raise the limit"
+                )
+            if shape in seen:
+                raise ConfigError(f"prefill_buckets: {batch} x {queries} is listed twice; drop one")
+            seen.add(shape)
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    """first, 2*first, 4*first, ... below `last`, then `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+def _require_int(key: str, value: object, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ConfigError(f"{key}={value!r} must be a whole number of at least {lowest}")

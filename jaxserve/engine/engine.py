@@ -1,0 +1,306 @@
+"""The loop that turns requests into events."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.intake import Intake
+from jaxserve.engine.output import OutputProcessor
+from jaxserve.engine.plan import Runner
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.validation import check_request
+from jaxserve.tokenizer.base import Tokenizer
+from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 10.0  # how long past a deadline the engine thread may be held up by the device
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that has not ended."""
+
+    seq: Sequence
+    output: OutputProcessor
+
+
+class Engine:
+    """Takes requests from any thread, runs them on one device, delivers their events.
+
+    `deliver` is called at most once a turn, from the engine thread, with the events of that turn; it
+    should hand them on and return. The last event of a request has a `finish_reason`, and every request
+    that `submit` took gets one: "abort" when it was aborted, "error" when its text can't be made or when
+    the engine dies.
+
+    A turn launches the next step before it reads the ids of the one before, so the device works while
+    the host does. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        deliver: Callable[[list[Event]], None],
+        eos_ids: frozenset[int] | None = None,
+        vocab_size: int | None = None,
+    ):
+        self._config = config
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._deliver = deliver
+        self._eos_ids = tokenizer.eos_ids if eos_ids is None else eos_ids
+        self._vocab_size = vocab_size
+        self._intake = Intake(config)
+        self._thread: threading.Thread | None = None
+        # From here on owned by the engine thread.
+        self._scheduler = Scheduler(config)
+        self._live: dict[str, _Live] = {}
+        self._in_flight: list[Any] = []  # handles launched and not fetched: none or one between turns
+        self._events: list[Event] = []  # of this turn
+        self._ended_ids: list[str] = []  # of this turn
+        self._num_aborted_by_drain = 0
+        self._num_steps = {"prefill": 0, "decode": 0}
+        self._busy_s = 0.0  # in turns that have ended
+        self._began_s = 0.0  # of this turn
+        self._device_wait_s = 0.0
+
+    # From any thread.
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its events come through `deliver`.
+
+        Raises ContextLengthError or RequestError when it can't be served as it is, QueueFullError when
+        too many wait, UnavailableError when the engine is starting, draining or dead.
+        """
+        check_request(request, self._config, self._vocab_size)
+        self._intake.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next turn, queued or running. An id that is unknown or ended is ignored."""
+        self._intake.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        return self._intake.stats()
+
+    def start(self, *, in_thread: bool = True) -> None:
+        """Begin to take requests. Without a thread of its own, the caller calls `turn` again and again."""
+        self._intake.open()
+        if in_thread:
+            self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+            self._thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, wait for those at hand, and abort the ones left after `timeout_s`.
+
+        Returns whether all of them ended by themselves. Takes at most GRACE_S longer than `timeout_s`,
+        and longer than the step at hand only if the device hangs. A second call can but shorten the first.
+        """
+        self._intake.drain(timeout_s)
+        if self._thread is None:
+            while self.turn():
+                pass
+        return self._intake.wait_settled(timeout_s + GRACE_S) and not self._num_aborted_by_drain
+
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        """Drain, then end the engine thread. Returns whether all requests ended by themselves.
+
+        A device that hangs can't keep the process: the thread is a daemon and is left behind after GRACE_S.
+        """
+        ended_well = self.drain(timeout_s)
+        self._intake.stop()
+        if self._thread is not None:
+            self._thread.join(GRACE_S)
+            ended_well = ended_well and not self._thread.is_alive()
+        self._intake.close("stopped")
+        return ended_well
+
+    # From the engine thread, or from the one caller that drives an engine without a thread.
+
+    def turn(self) -> bool:
+        """One round of the loop. Returns whether there was anything to do."""
+        if self._intake.is_dead or not (self._has_work() or self._intake.has_commands):
+            return False
+        self._began_s = time.monotonic()
+        try:
+            self._advance(self._began_s)
+        except Exception as error:
+            logger.exception("the engine can't go on")
+            self._die(error)
+        self._busy_s += time.monotonic() - self._began_s
+        return True
+
+    def _run(self) -> None:
+        try:
+            while self._intake.wait(self._has_work):
+                self.turn()
+        except BaseException as error:  # whatever it is, no client may be left waiting
+            self._die(error)
+            raise
+
+    def _has_work(self) -> bool:
+        return bool(self._live or self._in_flight)
+
+    def _advance(self, now: float) -> None:
+        self._obey(now)
+        self._scheduler.admit(now)
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append(self._runner.launch(plan))
+            self._scheduler.commit(plan)
+            for step in plan.steps:
+                self._num_steps[step.kind] += 1
+        self._publish()
+        # Fetch the launch before this one; this one only when there is nothing to launch behind it.
+        if len(self._in_flight) > (plan is not None):
+            before_s = time.monotonic()
+            results = self._runner.fetch(self._in_flight.pop(0))
+            now = time.monotonic()
+            self._device_wait_s += now - before_s
+            for seq, token_id in self._scheduler.apply(results, now):
+                self._take(seq, token_id, now)
+            self._publish()
+        else:
+            assert plan is not None or not self._live, "live requests, but nothing to launch or to read"
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+            self._intake.settle()
+
+    def _obey(self, now: float) -> None:
+        commands, expired = self._intake.take(now)
+        for command in commands:
+            if isinstance(command, Request):
+                self._begin(command, now)
+            elif (live := self._live.get(command.request_id)) is not None:
+                self._abort(live, now)
+        if expired:
+            self._num_aborted_by_drain += len(self._live)
+            for live in list(self._live.values()):
+                self._abort(live, now)
+
+    def _begin(self, request: Request, now: float) -> None:
+        try:
+            output = OutputProcessor(request.params, self._tokenizer, self._eos_ids)
+        except Exception as error:
+            logger.exception("request %s can't begin", request.request_id)
+            self._ended_ids.append(request.request_id)
+            self._events.append(_last_event(request, None, "error", now, error=_describe(error)))
+            return
+        self._live[request.request_id] = _Live(self._scheduler.add(request), output)
+
+    def _take(self, seq: Sequence, token_id: int, now: float) -> None:
+        """Turn one sampled id into an event. What goes wrong here ends this request only."""
+        live = self._live[seq.request.request_id]
+        try:
+            text, finish_reason, stop_reason = live.output.add(token_id)
+        except Exception as error:
+            logger.exception("request %s can't go on", seq.request.request_id)
+            self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))
+            return
+        if finish_reason is not None:
+            self._end(live, finish_reason, now, token_ids=(token_id,), text=text, stop_reason=stop_reason)
+        else:
+            self._events.append(
+                Event(
+                    seq.request.request_id,
+                    now,
+                    (token_id,),
+                    text,
+                    num_prompt_tokens=seq.num_prompt,
+                    num_output_tokens=len(seq.output_ids),
+                )
+            )
+
+    def _abort(self, live: _Live, now: float) -> None:
+        try:
+            text = live.output.flush().text
+        except Exception as error:
+            logger.exception("request %s can't be aborted in order", live.seq.request.request_id)
+            self._end(live, "error", now, error=_describe(error))
+        else:
+            self._end(live, "abort", now, text=text)
+
+    def _end(self, live: _Live, reason: FinishReason, now: float, **details: Any) -> None:
+        self._scheduler.finish(live.seq)
+        request = live.seq.request
+        del self._live[request.request_id]
+        self._ended_ids.append(request.request_id)
+        self._events.append(_last_event(request, live.seq, reason, now, **details))
+
+    def _publish(self) -> None:
+        """Show this turn's figures before its events: who has seen the last event sees a free slot."""
+        num_waiting = self._scheduler.num_waiting
+        stats = EngineStats(
+            num_running=len(self._live) - num_waiting,
+            num_waiting=num_waiting,
+            num_pages_total=self._scheduler.num_pages_total,
+            num_pages_used=self._scheduler.num_pages_used,
+            num_steps=self._num_steps.copy(),
+            host_time_s=self._busy_s + time.monotonic() - self._began_s - self._device_wait_s,
+            device_wait_s=self._device_wait_s,
+        )
+        # Whoever waits is in front of those who arrive, and gets the next free slot.
+        num_vacant = 0 if num_waiting else self._scheduler.num_free_slots
+        self._intake.publish(stats, num_vacant, self._ended_ids)
+        self._ended_ids.clear()
+
+    def _die(self, cause: BaseException) -> None:
+        """End every request with an error, and the engine."""
+        reason = _describe(cause)
+        now = time.monotonic()
+        events, self._events = self._events, []
+        for request in self._intake.close(reason, self._ended_ids):
+            live = self._live.get(request.request_id)
+            seq = None if live is None else live.seq
+            events.append(_last_event(request, seq, "error", now, error=f"the engine failed: {reason}"))
+        self._live.clear()
+        self._in_flight.clear()
+        try:
+            if events:
+                self._deliver(events)
+        except Exception:
+            logger.exception("the last events can't be delivered")
+        self._intake.settle()
+
+
+def _last_event(
+    request: Request,
+    seq: Sequence | None,  # None: the scheduler never saw it
+    reason: FinishReason,
+    now: float,
+    *,
+    token_ids: tuple[int, ...] = (),
+    text: str = "",
+    stop_reason: str | int | None = None,
+    error: str | None = None,
+) -> Event:
+    if seq is None:
+        timeline = Timeline(request.arrival_s, finished_s=now)
+    else:
+        timeline = Timeline(request.arrival_s, seq.admitted_s, seq.first_token_s, seq.last_token_s, now)
+    return Event(
+        request.request_id,
+        now,
+        token_ids,
+        text,
+        reason,
+        stop_reason,
+        error,
+        num_prompt_tokens=len(request.prompt_ids),
+        num_output_tokens=0 if seq is None else len(seq.output_ids),
+        timeline=timeline,
+    )
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

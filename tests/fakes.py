@@ -1,0 +1,198 @@
+"""Stand-ins for a device and a tokenizer: no jax, no weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.plan import Plan, Row, Step, StepResult
+from jaxserve.types import SamplingParams
+
+UNWRITTEN = -1
+GARBAGE = -7  # what padding rows write, and what rows that don't sample return
+
+EOS, BOS, TURN = 0, 1, 2
+
+
+class FakeTokenizer:
+    """Three special tokens, the 256 bytes, then longer pieces that begin or end inside characters too."""
+
+    SPECIAL = (b"<eos>", b"<bos>", b"<turn>")
+    PIECES = tuple(text.encode() for text in ("the", " the", "ab", "ba", "stop", "\n\n", "é", "🙂")) + (
+        b"\xc3",
+        b"\xa9\xc3",
+    )
+
+    def __init__(self) -> None:
+        self._bytes = (*self.SPECIAL, *(bytes([b]) for b in range(256)), *self.PIECES)
+        self._longest_first = sorted(range(3, len(self._bytes)), key=lambda i: -len(self._bytes[i]))
+        self.vocab_size = len(self._bytes)
+        self.bos_id: int | None = BOS
+        self.eos_ids = frozenset({EOS})
+        self.add_bos = False
+
+    def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> list[int]:
+        rest, ids = text.encode(), [BOS] if add_bos else []
+        order = [*range(3), *self._longest_first] if parse_special else self._longest_first
+        while rest:
+            found = next(i for i in order if rest.startswith(self._bytes[i]))
+            ids.append(found)
+            rest = rest[len(self._bytes[found]) :]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        shown = (self._bytes[i] for i in ids if not (skip_special and self.is_special(i)))
+        return b"".join(shown).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def is_special(self, token_id: int) -> bool:
+        return 0 <= token_id < len(self.SPECIAL)
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """The next id is a checksum of the whole context and of the sampling parameters.
+
+    `ids` are those it picks from, all lower-case letters by default; about one in `eos_every` is the EOS.
+    """
+
+    ids: tuple[int, ...] = tuple(3 + byte for byte in b"abcdefghijklmnopqrstuvwxyz ")
+    eos_every: int | None = None
+
+    def next_id(self, context: Sequence[int], params: SamplingParams) -> int:
+        checksum = (hash((*context, params.seed, params.temperature)) & (1 << 60) - 1) >> 7
+        if self.eos_every is not None and checksum % self.eos_every == 0:
+            return EOS
+        return self.ids[checksum // 64 % len(self.ids)]
+
+    def alone(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """All `max_tokens` ids that follow the prompt, going on after an EOS."""
+        context = list(prompt_ids)
+        for _ in range(params.max_tokens):
+            context.append(self.next_id(context, params))
+        return context[len(prompt_ids) :]
+
+
+@dataclass
+class _Slot:
+    """What the device keeps of a slot."""
+
+    params: SamplingParams
+    page_table: list[int]
+    context_len: int = 0
+    last_id: int | None = None
+
+
+class FakeRunner:
+    """Device stand-in whose memory is real pages of token ids.
+
+    The next token is a checksum of the context as read *through the page table*, so a wrong page, offset,
+    chunk, slot or order changes the text or trips an assertion. A launch computes at once, in order; what
+    it sampled shows only in `fetch`.
+    """
+
+    def __init__(self, config: EngineConfig, model: FakeModel | None = None):
+        self.config = config
+        self.model = model or FakeModel()
+        self.memory = [[UNWRITTEN] * config.page_size for _ in range(config.num_pages)]
+        self.slots: list[_Slot | None] = [None] * config.max_num_seqs
+        self.plans: list[Plan] = []
+        self.most_in_flight = 0
+        self._in_flight: deque[tuple[int, tuple[StepResult, ...]]] = deque()
+
+    def launch(self, plan: Plan) -> int:
+        assert plan.steps, "a plan of nothing"
+        handle = len(self.plans)
+        self.plans.append(plan)
+        self._in_flight.append((handle, tuple(self._step(step) for step in plan.steps)))
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        return handle
+
+    def fetch(self, handle: int) -> tuple[StepResult, ...]:
+        expected, results = self._in_flight.popleft()
+        assert handle == expected, f"launch {handle} is fetched before {expected}"
+        return results
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def _step(self, step: Step) -> StepResult:
+        self._check_shape(step)
+        slots = [self._update_slot(row) for row in step.rows]
+        self._write(step, slots)
+        sampled = []
+        for row, slot in zip(step.rows, slots):
+            slot.context_len = row.start + row.query_len
+            if not row.sample:
+                sampled.append(GARBAGE)
+                continue
+            context = [self._read(slot, position) for position in range(slot.context_len)]
+            assert UNWRITTEN not in context, "a position is read that nobody has written"
+            assert GARBAGE not in context, "a position is read that a padding row has written"
+            slot.last_id = self.model.next_id(context, slot.params)
+            sampled.append(slot.last_id)
+        return StepResult(tuple(sampled))
+
+    def _check_shape(self, step: Step) -> None:
+        if step.kind == "decode":
+            assert step.queries == 1
+            assert step.batch in self.config.decode_buckets, f"B={step.batch} is not listed"
+        else:
+            shape = (step.batch, step.queries)
+            assert shape in self.config.prefill_buckets, f"{shape} is not listed"
+        assert 0 < len(step.rows) <= step.batch
+        assert len({row.slot for row in step.rows}) == len(step.rows), "a slot has two rows"
+        for row in step.rows:
+            assert 0 <= row.slot < self.config.max_num_seqs
+            assert 0 < row.query_len <= step.queries
+            if step.kind == "decode":
+                assert row.tokens is None
+                assert row.sample
+            else:
+                assert row.tokens is not None
+                assert len(row.tokens) == row.query_len
+
+    def _update_slot(self, row: Row) -> _Slot:
+        if row.params is not None:
+            assert row.start == 0
+            assert row.first_page == 0
+            self.slots[row.slot] = _Slot(row.params, [])
+        slot = self.slots[row.slot]
+        assert slot is not None, f"slot {row.slot} was never given parameters"
+        assert row.start == slot.context_len, f"row starts at {row.start}, slot holds {slot.context_len}"
+        assert row.first_page == len(slot.page_table), "the page table has a gap, or a page comes twice"
+        assert all(0 < page < self.config.num_pages for page in row.new_pages), f"pages {row.new_pages}"
+        slot.page_table.extend(row.new_pages)
+        assert len(set(slot.page_table)) == len(slot.page_table), "a page stands twice in one page table"
+        end = row.start + row.query_len
+        assert end <= self.config.max_model_len
+        assert end <= len(slot.page_table) * self.config.page_size, "positions without a page"
+        assert len(slot.page_table) <= self.config.pages_per_seq
+        return slot
+
+    def _write(self, step: Step, slots: list[_Slot]) -> None:
+        page_size = self.config.page_size
+        writers: dict[int, int] = {}
+        for row, slot in zip(step.rows, slots):
+            tokens = row.tokens
+            if tokens is None:
+                assert slot.last_id is not None, "decode before anything was sampled"
+                tokens = (slot.last_id,)
+            for position, token in enumerate(tokens, row.start):
+                page = slot.page_table[position // page_size]
+                assert writers.setdefault(page, row.slot) == row.slot, f"two rows write page {page}"
+                self.memory[page][position % page_size] = token
+        if len(step.rows) < step.batch:
+            self.memory[0] = [GARBAGE] * page_size
+
+    def _read(self, slot: _Slot, position: int) -> int:
+        page_size = self.config.page_size
+        return self.memory[slot.page_table[position // page_size]][position % page_size]
