@@ -93,6 +93,8 @@ def model_from_pieces(
     for i, (text, score, kind) in enumerate(zip(tokens, scores, types)):
         if kind not in KINDS:
             raise TokenizerError(f"token {i} ({text!r}) has type {kind}; known are {sorted(KINDS)}")
+        if kind == USER_DEFINED:
+            text = text.replace(" ", SPACE)  # GGUF has them as plain text, the model matches escaped text
         model.pieces.add(piece=text, score=score, type=kind)
         has_bytes = has_bytes or kind == BYTE
     if unknown_id is None and "<unk>" in tokens:
@@ -141,7 +143,7 @@ def add_tokens(model: pb.ModelProto, added: Mapping[int, tuple[str, bool]]) -> N
         piece = model.pieces[token_id]
         if piece.type == UNKNOWN and piece.piece == text:
             continue
-        piece.piece = text
+        piece.piece = text if special else text.replace(" ", SPACE)
         piece.type = CONTROL if special else USER_DEFINED
 
 
