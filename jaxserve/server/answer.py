@@ -1,0 +1,127 @@
+"""Answering a request for text: parse, submit, then the whole answer or a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from jaxserve.errors import RequestError
+from jaxserve.server import openai, sse
+from jaxserve.server.bridge import Stream
+from jaxserve.server.errors import EngineFailure, error_json, failure_of
+from jaxserve.server.http import read_json_body
+from jaxserve.server.openai import Generation
+from jaxserve.server.render import Renderer, renderer
+from jaxserve.server.served import ServedModel
+from jaxserve.server.state import STATE
+
+logger = logging.getLogger(__name__)
+
+Parse = Callable[[object, ServedModel, float], Generation]
+# A body up to this size is parsed and tokenised at once, in about a millisecond; a longer one in a thread,
+# so that it does not hold up the streams of others.
+INLINE_BYTES = 4096
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, openai.parse_completion)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, openai.parse_chat)
+
+
+async def _answer(request: web.Request, parse: Parse) -> web.StreamResponse:
+    arrival_s = time.monotonic()
+    state = request.app[STATE]
+    serving = state.serving()
+    try:
+        raw = await read_json_body(request)
+        if len(raw) <= INLINE_BYTES:
+            generation = _understand(raw, parse, serving.model, arrival_s)
+        else:
+            generation = await asyncio.get_running_loop().run_in_executor(
+                state.parsers, _understand, raw, parse, serving.model, arrival_s
+            )
+        stream = state.bridge.open(state.serving().engine, generation.requests)
+    except RequestError as error:
+        serving.metrics.reject(error.code)
+        raise
+    try:
+        with stream:
+            if generation.stream:
+                return await _stream(request, generation, stream)
+            return await _whole(generation, stream)
+    except asyncio.CancelledError:
+        logger.debug("client of %s left (499)", generation.id)
+        raise
+
+
+def _understand(raw: bytes, parse: Parse, model: ServedModel, arrival_s: float) -> Generation:
+    return parse(openai.loads(raw), model, arrival_s)
+
+
+async def _whole(generation: Generation, stream: Stream) -> web.Response:
+    answer = renderer(generation)
+    while events := await stream.next():
+        for index, event in events:
+            if (failure := failure_of(event)) is not None:
+                raise failure
+            answer.collect(index, event)
+    headers = {"X-Request-Id": generation.id}
+    return web.Response(text=answer.response(), content_type="application/json", headers=headers)
+
+
+async def _stream(request: web.Request, generation: Generation, stream: Stream) -> web.StreamResponse:
+    """Chunks as they come. What fails before the first event is a status, what fails later a chunk."""
+    events = await stream.next()
+    for _, event in events:
+        if (failure := failure_of(event)) is not None:
+            raise failure
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": sse.CONTENT_TYPE,
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # proxies must pass each chunk on
+            "X-Request-Id": generation.id,
+        }
+    )
+    try:
+        await response.prepare(request)
+        await _write_chunks(response, renderer(generation), generation.include_usage, events, stream)
+        await response.write_eof()
+    except ConnectionError:  # the client left while we wrote: leaving `stream` aborts the rest
+        logger.debug("client of %s left (499)", generation.id)
+    except Exception:
+        logger.exception("unhandled error in the stream of %s", generation.id)
+        await response.write(sse.frame([error_json(EngineFailure())]) + sse.DONE)
+    return response
+
+
+async def _write_chunks(
+    response: web.StreamResponse,
+    answer: Renderer,
+    include_usage: bool,
+    events: list,
+    stream: Stream,
+) -> None:
+    while True:
+        chunks: list[str] = []
+        for index, event in events:
+            if (failure := failure_of(event)) is not None:
+                chunks.append(error_json(failure))
+                await response.write(sse.frame(chunks) + sse.DONE)
+                return
+            chunks += answer.chunks(index, event)
+        if stream.ended:
+            if include_usage:
+                chunks.append(answer.usage_chunk())
+            await response.write(sse.frame(chunks) + sse.DONE)
+            return
+        if chunks:
+            await response.write(sse.frame(chunks))
+        events = await stream.next()

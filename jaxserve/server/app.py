@@ -1,0 +1,68 @@
+"""The routes."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from jaxserve.server.answer import chat_completions, completions
+from jaxserve.server.errors import HttpError, body_too_large, error_response, json_errors
+from jaxserve.server.served import ServedModel
+from jaxserve.server.state import STATE, ServerState
+
+
+def make_app(state: ServerState, *, max_body_bytes: int) -> web.Application:
+    """The application around `state`. Every OpenAI route answers with and without /v1."""
+    app = web.Application(middlewares=[json_errors], client_max_size=max_body_bytes)
+    app[STATE] = state
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    for prefix in ("/v1", ""):
+        app.router.add_get(f"{prefix}/models", models)
+        app.router.add_get(prefix + "/models/{name:.+}", one_model)
+        app.router.add_post(f"{prefix}/completions", completions, expect_handler=expect)
+        app.router.add_post(f"{prefix}/chat/completions", chat_completions, expect_handler=expect)
+    return app
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 and nothing while requests are taken, else 503 with the reason."""
+    request.app[STATE].serving()
+    return web.Response()
+
+
+async def metrics(request: web.Request) -> web.Response:
+    body, content_type = request.app[STATE].loaded().metrics.expose(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def models(request: web.Request) -> web.Response:
+    model = request.app[STATE].loaded().model
+    return web.json_response({"object": "list", "data": [_card(model, name) for name in model.names]})
+
+
+async def one_model(request: web.Request) -> web.Response:
+    model = request.app[STATE].loaded().model
+    return web.json_response(_card(model, model.resolve(request.match_info["name"])))
+
+
+def _card(model: ServedModel, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "jaxserve",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
+
+
+async def expect(request: web.Request) -> web.StreamResponse | None:
+    """Expect: 100-continue, granted only to bodies that will be read."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(HttpError(417, "Only 'Expect: 100-continue' is understood."))
+    if (request.content_length or 0) > request.client_max_size:
+        return error_response(body_too_large(request))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the answer has not begun
+    return None

@@ -1,0 +1,56 @@
+"""The model as the front end sees it: its names, its tokenizer and its limits."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import jaxserve
+from jaxserve.errors import ModelNotFoundError
+from jaxserve.tokenizer.base import Tokenizer
+from jaxserve.tokenizer.chat import ChatTemplate
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What requests are parsed against. `names[0]` is the one that answers carry.
+
+    `max_model_len` counts prompt and answer together; ids are in [0, vocab_size).
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    max_model_len: int
+    vocab_size: int
+    created: int  # Unix seconds
+    chat_template: ChatTemplate | None = None
+    max_prompts: int = 1024  # in one completion request
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def resolve(self, name: str | None) -> str:
+        """The name to answer with; raises ModelNotFoundError for one that is not served."""
+        if name is None:
+            return self.name
+        if name not in self.names:
+            raise ModelNotFoundError(
+                f"The model '{name[:200]}' does not exist; this server has {', '.join(self.names)}.",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: changes when the software or the model behind the name does."""
+        parts = (jaxserve.__version__, self.name, str(self.vocab_size), str(self.max_model_len))
+        return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """The longest token's length in UTF-8 bytes. Walks the vocabulary once: some 0.1 s."""
+        token_bytes = self.tokenizer.token_bytes
+        return max((len(token_bytes(i)) for i in range(self.tokenizer.vocab_size)), default=1) or 1
