@@ -47,7 +47,11 @@ for argument in "$@"; do printf ' <%s>' "$argument" >>"$CALLS"; done
 echo >>"$CALLS"
 case $1 in
 pull) [ "$2" != unknown ] || { echo "no such model: unknown" >&2; exit 2; }
-    : >"checkpoints/$2.gguf" ;;
+    case $2 in
+    org/name) mkdir checkpoints/org--name ;;
+    org/name:*) : >"checkpoints/org--name--${2#*:}" ;;
+    *) : >"checkpoints/$2.gguf" ;;
+    esac ;;
 convert) mkdir "$3" ;;
 serve) echo "pid $$ in $PWD" ;;
 esac

@@ -48,8 +48,17 @@ def test_flags_pass_through_untouched(ready):
     assert serve(ready, "smollm2-135m", *flags) == [f"jaxserve <serve> <{model}>{quoted}"]
 
 
-@pytest.mark.parametrize("model", ["org/name", "./local.gguf", "/models/folder", "here"])
-def test_paths_and_hub_names_are_served_as_they_are_from_the_callers_folder(ready, model):
+@pytest.mark.parametrize(
+    ("model", "place"), [("org/name", "org--name"), ("org/name:file.gguf", "org--name--file.gguf")]
+)
+def test_a_model_of_the_hub_is_fetched_once_and_served_unconverted(ready, model, place):
+    served = f"jaxserve <serve> <{ready.root}/checkpoints/{place}>"
+    assert serve(ready, model) == [f"jaxserve <pull> <{model}>", served]
+    assert serve(ready, model) == [served]
+
+
+@pytest.mark.parametrize("model", ["./local.gguf", "../local", "/models/folder", "~/folder", "here", "a/b/c"])
+def test_paths_are_served_as_they_are_from_the_callers_folder(ready, model):
     (ready.home / "here").mkdir()
     result = ready.run("scripts/serve", model, "--port", "9", cwd=ready.home)
     assert f"in {ready.home}\n" in result.stdout
