@@ -59,10 +59,11 @@ class Connection(web.RequestHandler):
 
 def connection_factory(server: web.Server, loop: asyncio.AbstractEventLoop, access_log: bool) -> Connection:
     """A protocol for one new connection, with our limits."""
+    log = logging.getLogger("jaxserve.access") if access_log else None
     return Connection(
         server,
         loop=loop,
         keepalive_timeout=KEEPALIVE_TIMEOUT_S,
         lingering_time=LINGER_S,
-        access_log=logging.getLogger("jaxserve.access") if access_log else None,
+        access_log=log,  # type: ignore[arg-type]  # None is how it is switched off
     )

@@ -164,12 +164,6 @@ def _prompt_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
 
 
 def _chat_ids(messages: list[Message], add_generation_prompt: bool, model: ServedModel) -> list[int]:
-    if model.chat_template is None:
-        raise RequestError(
-            f"The model '{model.name}' has no chat template: use /v1/completions, or start the server "
-            "with --chat-template FILE.",
-            param="messages",
-        )
     _check_text_fits([message.content for message in messages], "messages", model)
     dicts: list[dict[str, Any]] = []
     for message in messages:

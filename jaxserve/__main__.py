@@ -1,0 +1,5 @@
+"""`python -m jaxserve` is `jaxserve`."""
+
+from jaxserve.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""Flags that several commands share, and how flags are read and shown."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxserve.launch import LaunchOptions
+
+DEFAULT_MODEL = "smollm2-135m"
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY_UNITS = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help with room for the flags, and with the default of every flag that has one."""
+
+    def __init__(self, prog: str, **kwargs: Any):
+        super().__init__(prog, **{"max_help_position": 34, "width": 100, **kwargs})
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        if default is None or default is False or default is argparse.SUPPRESS or "%(default)" in text:
+            return text
+        return text + (" (default: %(default)s)" if not isinstance(default, list | bool) else "")
+
+
+def size(text: str) -> int:
+    """Bytes from "2GiB", "512MiB", "1.5G" or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    unit = None if match is None else (_UNITS | _BINARY_UNITS).get(match[2])
+    if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it like 2GiB, 512MiB or 1000000")
+    return num_bytes
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    return _number(text, int, 1, None, "a whole number of at least 1")
+
+
+def count_from_zero(text: str) -> int:
+    """A whole number of at least 0."""
+    return _number(text, int, 0, None, "a whole number of at least 0")
+
+
+def port(text: str) -> int:
+    return _number(text, int, 0, 65535, "a port from 0 to 65535")
+
+
+def seconds(text: str) -> float:
+    return _number(text, float, 0, 86400, "a number of seconds from 0 to 86400")
+
+
+def _number(text: str, kind: type, lowest: float, highest: float | None, what: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not value >= lowest or (highest is not None and value > highest):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> None:
+    """Flags of everything that runs an engine in this process; `launch_options` reads them."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--max-model-len", type=count, metavar="TOKENS",
+        help="longest prompt and answer together; default: what the model and the memory allow",
+    )
+    model.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
+        help="of weights and activations",
+    )
+    model.add_argument(
+        "--chat-template", type=Path, metavar="FILE",
+        help="jinja2 template for chats, in place of the model's own",
+    )
+    batching = parser.add_argument_group("batching and memory")
+    batching.add_argument(
+        "--max-num-seqs", type=count, default=max_num_seqs, metavar="N",
+        help="requests that run at the same time",
+    )
+    batching.add_argument(
+        "--max-num-batched-tokens", type=count, default=EngineConfig.max_prefill_tokens, metavar="TOKENS",
+        help="prompt tokens of one step; longer prompts are prefilled in such chunks",
+    )
+    batching.add_argument(
+        "--max-num-queued-reqs", type=count_from_zero, default=EngineConfig.max_num_queued, metavar="N",
+        help="requests that may wait; beyond that the answer is 429",
+    )
+    batching.add_argument(
+        "--block-size", type=count, default=EngineConfig.page_size, metavar="TOKENS",
+        help="positions of one page of the KV cache",
+    )
+    batching.add_argument(
+        "--kv-cache-memory", type=size, metavar="SIZE",
+        help="memory of the KV cache, like 2GiB; default: a part of what is free",
+    )
+    device = parser.add_argument_group("device")
+    for name, what in (("attention", "paged attention"), ("linear", "dense layers")):
+        device.add_argument(
+            f"--{name}-backend", choices=("auto", "native", "xla"), default="auto",
+            help=f"kernels for {what}; asking for one that can't run is an error",
+        )
+    device.add_argument(
+        "--compile-cache", type=Path, metavar="DIR",
+        help="where compiled steps are kept for the next start; default: in the user's cache folder",
+    )
+
+
+def launch_options(args: argparse.Namespace) -> LaunchOptions:
+    from jaxserve.launch import LaunchOptions
+
+    return LaunchOptions(
+        model=args.model,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        block_size=args.block_size,
+        kv_cache_memory=args.kv_cache_memory,
+        attention_backend=args.attention_backend,
+        linear_backend=args.linear_backend,
+        compile_cache=args.compile_cache,
+        chat_template=args.chat_template,
+    )
+
+
+def add_log_level(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="warning",
+        help="of what goes to stderr; debug includes a line for each HTTP request",
+    )

@@ -1,0 +1,24 @@
+"""From what the launcher loaded to what requests are parsed against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.server.served import ServedModel
+
+if TYPE_CHECKING:
+    from jaxserve.launch import LoadedEngine
+
+
+def served_model(loaded: LoadedEngine, names: Sequence[str] | None = None) -> ServedModel:
+    """The loaded model under its own name, or under `names`."""
+    return ServedModel(
+        names=tuple(names or (loaded.model_name,)),
+        tokenizer=loaded.tokenizer,
+        chat_template=loaded.chat_template,
+        max_model_len=loaded.config.max_model_len,
+        vocab_size=loaded.vocab_size,
+        created=int(time.time()),
+    )

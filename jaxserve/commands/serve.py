@@ -1,0 +1,122 @@
+"""`jaxserve serve`: load a model, compile its steps, answer HTTP until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+
+from jaxserve.commands.console import ConsoleProgress, set_up_logging
+from jaxserve.commands.flags import (
+    DEFAULT_MODEL,
+    HelpFormatter,
+    add_engine_flags,
+    add_log_level,
+    launch_options,
+    port,
+    seconds,
+    size,
+)
+from jaxserve.engine.config import EngineConfig
+
+EXIT_INTERRUPTED = 130
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, in the way of OpenAI's API",
+        description="Load a model, compile its steps and serve it over HTTP until Ctrl-C.\n"
+        "Ctrl-C lets running requests end; a second one exits at once.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL,
+        help="name of a pulled or converted model, a checkpoint folder, a GGUF file or a folder of "
+        "safetensors",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
+    server.add_argument("--port", type=port, default=8000, help="0 picks a free one")
+    server.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME",
+        help="names that requests may use, the first is the one in answers; default: the model's",
+    )
+    server.add_argument(
+        "--max-body-size", type=size, default="32MiB", metavar="SIZE", help="longest request body"
+    )
+    server.add_argument(
+        "--shutdown-timeout", type=seconds, default=30.0, metavar="SECONDS",
+        help="how long running requests may go on after Ctrl-C",
+    )
+    server.add_argument(
+        "--metrics-prefix", default="jaxserve:", metavar="PREFIX",
+        help="of the names at /metrics, for dashboards that expect another",
+    )
+    add_log_level(server)
+    add_engine_flags(parser, max_num_seqs=EngineConfig.max_num_seqs)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxserve.commands.model import served_model
+    from jaxserve.server.lifecycle import (
+        Deliver,
+        Loaded,
+        ServerOptions,
+        StoppedWhileLoading,
+        serve,
+    )
+    from jaxserve.server.served import ServedModel
+
+    set_up_logging(args.log_level)
+    options = ServerOptions(
+        host=args.host,
+        port=args.port,
+        max_body_bytes=args.max_body_size,
+        metrics_prefix=args.metrics_prefix,
+        shutdown_timeout_s=args.shutdown_timeout,
+        access_log=args.log_level == "debug",
+    )
+
+    def load(deliver: Deliver) -> Loaded:
+        from jaxserve.launch import load_engine
+
+        with ConsoleProgress() as progress:
+            loaded = load_engine(launch_options(args), deliver=deliver, progress=progress)
+        model = served_model(loaded, args.served_model_name)
+        return Loaded(model, loaded.engine, loaded.compilations_after_warmup)
+
+    def on_ready(url: str, model: ServedModel) -> None:
+        print(f"{model.name} is ready at {url}; try:  {example(url, model)}", flush=True)
+
+    def on_draining(num_open: int) -> None:
+        print(
+            f"\nstopping: {num_open} requests may run for {args.shutdown_timeout:g} s more; "
+            "Ctrl-C again exits at once",
+            file=sys.stderr,
+        )
+
+    try:
+        asyncio.run(serve(options, load, on_ready=on_ready, on_draining=on_draining))
+    except StoppedWhileLoading as stopped:
+        print(f"\n{stopped}", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)  # the loading thread is inside of the compiler and can't be joined
+    return 0
+
+
+def example(url: str, model: object) -> str:
+    """A curl to paste: a chat where the model has a template, else a completion."""
+    name, is_chat = model.name, model.chat_template is not None  # type: ignore[attr-defined]
+    body: dict[str, object] = {"model": name}
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": "Name three colours."}]
+    else:
+        body |= {"prompt": "The capital of France is", "max_tokens": 16}
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    return (
+        f"curl {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    )
