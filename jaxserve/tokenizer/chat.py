@@ -1,0 +1,100 @@
+"""Chat messages to the text, and the ids, that a model was trained to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+
+from jaxserve.errors import RequestError, TokenizerError
+from jaxserve.tokenizer import sandbox
+from jaxserve.tokenizer.base import Tokenizer
+
+_OURS = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token"))
+
+
+class ChatTemplate:
+    """A model's jinja2 chat template, compiled once in a sandbox. Safe to use from several threads.
+
+    Raises TokenizerError if the template has a syntax error or wants what a template has no need for.
+    """
+
+    def __init__(self, source: str, *, bos_token: str, eos_token: str):
+        self.source = source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = sandbox.compile_template(source)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (TemplateError, RecursionError) as error:
+            raise TokenizerError(f"chat template: {error}") from error
+
+    def render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The conversation as text; with the generation prompt it ends where the model is to speak.
+
+        `kwargs` are further variables (`tools`, `documents`, a model's own switches). Raises RequestError
+        if the template refuses the messages or can't handle their form, TokenizerError if the template
+        does what the sandbox forbids or costs too much.
+        """
+        if taken := _OURS & kwargs.keys():
+            raise RequestError(
+                f"chat template variable {min(taken)!r} is not the client's to set", param="chat_template_kwargs"
+            )
+        variables = {
+            "tools": None,
+            "documents": None,
+            **kwargs,
+            **self._tokens,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return sandbox.render(self._template, variables)
+        except sandbox.RaisedByTemplate as error:
+            raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+        except SecurityError as error:
+            raise TokenizerError(f"the chat template is refused: {error}") from error
+        except (RecursionError, MemoryError) as error:
+            raise TokenizerError(f"the chat template is refused: {type(error).__name__}") from error
+        except Exception as error:  # whatever Python raises when an operation meets a value of another type
+            raise RequestError(
+                f"the chat template can't render these messages: {error}", param="messages"
+            ) from error
+
+
+def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
+    """The template with this tokenizer's BOS and EOS texts; empty for a token the model doesn't have."""
+    return ChatTemplate(
+        source,
+        bos_token="" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+        eos_token="" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
+    )
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    messages: Sequence[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **kwargs: Any,
+) -> list[int]:
+    """Ids of the rendered conversation, with BOS once if the model wants it, whoever put it there.
+
+    Raises what `ChatTemplate.render` raises, and RequestError for a model without a template.
+    """
+    if template is None:
+        raise RequestError(
+            "this model has no chat template: it is a base model. Use /v1/completions, or start the server "
+            "with --chat-template FILE",
+            param="messages",
+            code="no_chat_template",
+        )
+    text = template.render(list(messages), add_generation_prompt=add_generation_prompt, **kwargs)
+    ids = tokenizer.encode(text, parse_special=True)
+    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids.insert(0, tokenizer.bos_id)
+    return ids
