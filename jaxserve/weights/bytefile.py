@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,15 @@ class ByteFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._fd: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self.size = os.fstat(self._fd).st_size
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise WeightsError(f"{path}: can't be opened: {error.strerror}") from error
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
         """`nbytes` bytes from `offset` on, as uint8. Raises WeightsError when the file ends before."""
-        if self._fd is None:
+        if not self._close.alive:
             raise WeightsError(f"{self.path}: the file has been closed")
         if offset + nbytes > self.size:
             raise WeightsError(
@@ -50,10 +52,5 @@ class ByteFile:
         return out
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def __del__(self) -> None:
-        self.close()
+        """Idempotent; also happens when the object is dropped."""
+        self._close()

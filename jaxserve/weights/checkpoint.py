@@ -151,10 +151,16 @@ def load_checkpoint_params(
     try:
         with context:
             stored = ocp.metadata(path).metadata
+            if not isinstance(stored, dict):  # orbax logs what is wrong and goes on without
+                raise WeightsError(f"{path}: orbax's description of it is corrupt: convert again")
             # With partial_load, orbax passes over names that it doesn't find.
-            if set(stored) != set(shapes):
-                differ = ", ".join(sorted(set(stored) ^ set(shapes))[:5])
-                raise WeightsError(f"{path} and {MANIFEST} differ in: {differ}: convert again")
+            found = {name: tuple(leaf.shape) for name, leaf in stored.items()}
+            for name in shapes.keys() | found.keys():
+                if shapes.get(name) != found.get(name):
+                    raise WeightsError(
+                        f"{path}: parameter {name!r}: {MANIFEST} says {_shape(shapes.get(name))}, "
+                        f"found {_shape(found.get(name))}: convert again"
+                    )
             for group in _groups(abstract):
                 if progress is not None:
                     progress("loading weights", len(params), len(abstract))
@@ -179,6 +185,10 @@ def _groups(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]
             group, nbytes = [], 0
     if group:
         yield group
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))
 
 
 def _largest(arrays: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import jax
@@ -15,7 +16,7 @@ from jaxserve.weights.progress import Progress
 from jaxserve.weights.source import TensorSource
 
 DTYPES = ("bfloat16", "float32")
-BLOCK_ELEMENTS = 1 << 22  # read and cast at a time
+BLOCK_ELEMENTS = 1 << 20  # read and cast at a time
 ALIGNMENT = 64  # the CPU backend takes over a buffer aligned like this; any other is copied
 NAMES_SHOWN = 5
 
@@ -39,15 +40,18 @@ def load_params(
     dtype: str,
     *,
     progress: Progress | None = None,
-    place: Callable[[np.ndarray], jax.Array] = jax.device_put,
+    place: Callable[[np.ndarray], jax.Array] | None = None,
 ) -> dict[str, jax.Array]:
     """Every parameter of `rules` from `source`, by `WeightRule.param`.
+
+    `place` puts a finished array on a device and may keep it; by default it goes to the first device.
 
     Host memory beside the result: one parameter, a block of rows, and the float32 form of a part that
     has a transform. Names and shapes are checked before the first tensor is read; a tensor that is
     missing, of a wrong shape, or in neither `rules` nor `ignored` raises WeightsError.
     """
     check_tensors(source, rules, ignored)
+    place = place or partial(jax.device_put, device=jax.devices()[0])
     params: dict[str, jax.Array] = {}
     for i, rule in enumerate(rules):
         if progress is not None:
