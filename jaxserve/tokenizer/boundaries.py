@@ -47,6 +47,4 @@ def make_boundaries(
     if "<|return|>" in ends and "<|call|>" in ends:
         ends.pop("<|end|>", None)  # in the harmony format it ends a message within a turn, not the turn
     all_ids = frozenset(eos_ids) | frozenset(ends.values())
-    return Boundaries(
-        bos_id=bos_id, eos_id=eos_ids[0] if eos_ids else None, eos_ids=all_ids, add_bos=add_bos
-    )
+    return Boundaries(bos_id=bos_id, eos_id=eos_ids[0] if eos_ids else None, eos_ids=all_ids, add_bos=add_bos)

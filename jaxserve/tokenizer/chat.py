@@ -31,7 +31,7 @@ class ChatTemplate:
             raise TokenizerError(f"chat template: {error}") from error
 
     def render(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The conversation as text; with the generation prompt it ends where the model is to speak.
 
@@ -41,7 +41,8 @@ class ChatTemplate:
         """
         if taken := _OURS & kwargs.keys():
             raise RequestError(
-                f"chat template variable {min(taken)!r} is not the client's to set", param="chat_template_kwargs"
+                f"chat template variable {min(taken)!r} is not the client's to set",
+                param="chat_template_kwargs",
             )
         variables = {
             "tools": None,
@@ -54,7 +55,9 @@ class ChatTemplate:
         try:
             return sandbox.render(self._template, variables)
         except sandbox.RaisedByTemplate as error:
-            raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+            raise RequestError(
+                f"the chat template refuses the messages: {error}", param="messages"
+            ) from error
         except SecurityError as error:
             raise TokenizerError(f"the chat template is refused: {error}") from error
         except (RecursionError, MemoryError) as error:
@@ -78,6 +81,7 @@ def encode_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     messages: Sequence[dict[str, Any]],
+    /,
     *,
     add_generation_prompt: bool = True,
     **kwargs: Any,

@@ -24,7 +24,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TableTokenizer:
             f'{_PREFIX}model is {kind!r}; supported are "gpt2" (byte-level BPE) and "llama" (SentencePiece)'
         )
     if _get(metadata, "add_eos_token", bool, False):
-        raise TokenizerError(f"{_PREFIX}add_eos_token is true: a prompt that ends with EOS can't be continued")
+        raise TokenizerError(
+            f"{_PREFIX}add_eos_token is true: a prompt that ends with EOS can't be continued"
+        )
     tokens = _list(metadata, "tokens", str)
     types = _list(metadata, "token_type", int, len(tokens), default=NORMAL)
     end_ids = [i for key in _END_KEYS if (i := _id(metadata, key, len(tokens))) is not None]
@@ -90,6 +92,7 @@ def _list(
         raise TokenizerError(f"{_PREFIX}{key} has {len(values)} entries for {length} tokens")
     if not values and length is None:
         raise TokenizerError(f"{_PREFIX}{key} is empty")
-    if (wrong := next((i for i, value in enumerate(values) if not isinstance(value, kind)), None)) is not None:
-        raise TokenizerError(f"{_PREFIX}{key}[{wrong}] is {values[wrong]!r:.80}; expected {kind.__name__}")
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise TokenizerError(f"{_PREFIX}{key}[{i}] is {value!r:.80}; expected {kind.__name__}")
     return values

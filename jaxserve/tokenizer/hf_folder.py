@@ -132,9 +132,7 @@ def _boundaries(
     )
 
 
-def _token_id(
-    path: Path, config: Mapping[str, Any], key: str, ids_by_text: Mapping[str, int]
-) -> int | None:
+def _token_id(path: Path, config: Mapping[str, Any], key: str, ids_by_text: Mapping[str, int]) -> int | None:
     """Id of the token that the tokenizer's configuration spells under this key."""
     value = config.get(key)
     text = value.get("content") if isinstance(value, dict) else value

@@ -52,7 +52,9 @@ def chat_template_from_folder(path: Path) -> str | None:
     if isinstance(source, list):
         return _default_of(source, path / CONFIG)
     if source is not None and not isinstance(source, str):
-        raise TokenizerError(f"{path / CONFIG}: chat_template is a {type(source).__name__}; expected a string")
+        raise TokenizerError(
+            f"{path / CONFIG}: chat_template is a {type(source).__name__}; expected a string"
+        )
     return source
 
 

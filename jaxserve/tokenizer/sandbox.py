@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -32,9 +32,9 @@ _BUDGET, _METERED, _TEXT = "the budget", "metered loop", "template text"
 
 # Functions whose result can be far longer than any one argument.
 _AMPLIFIERS = frozenset(
-    ("batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace")
-    + ("rjust", "slice", "tojson", "translate", "truncate", "wordwrap", "zfill")
-)
+    ("batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace", "rjust",
+     "slice", "tojson", "translate", "truncate", "wordwrap", "zfill")
+)  # fmt: skip
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|\{[^}]*\{")  # "%99999d", "%*d", "{:{}}"
 
 
@@ -96,9 +96,10 @@ class _MeteredCode(CodeGenerator):
                     value[:] = [self._through(_TEXT, v) if isinstance(v, nodes.Concat) else v for v in value]
         super().visit_Template(node, frame)
 
-    def _through(self, name: str, value: nodes.Expr) -> nodes.Filter:
+    def _through(self, name: str, value: Any) -> Any:
+        """The expression `value | name`."""
         made = nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
-        return made.set_environment(self.environment)  # type: ignore[return-value]
+        return made.set_environment(self.environment)
 
 
 class _GenerationBlock(Extension):
@@ -134,7 +135,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = context[_BUDGET]
         budget.take(steps=CALL_STEPS)
         method = getattr(obj, "__wrapped__", obj)  # jinja2 wraps str.format
@@ -150,17 +151,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "+":
             budget.take(chars=_size(left) + _size(right))
         elif operator == "%" and isinstance(left, str):
-            shown = right if isinstance(right, tuple) else tuple(right.values()) if isinstance(right, dict) else ()
-            _check_growth(budget, "format", left, shown or (right,), {})
-            budget.take(chars=sum(map(_size, shown)) + _size(right) + len(left))
+            values = (
+                right.values() if isinstance(right, dict) else right if isinstance(right, tuple) else (right,)
+            )
+            _check_growth(budget, "format", left, values, {})
+            budget.take(chars=len(left) + sum(map(_size, values)))
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
         elif operator == "*":
             for value, times in ((left, right), (right, left)):
-                if isinstance(value, str | list | tuple) and isinstance(times, int):
-                    budget.take(chars=len(value) * max(0, times))
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * abs(right)
-            if bits > 4096:
-                raise SecurityError(f"{operator} makes a number of about {bits} bits; the limit is 4096")
+                if isinstance(times, int):
+                    budget.take(chars=_size(value) * max(0, times))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * abs(right))
         return super().call_binop(context, operator, left, right)
 
 
@@ -169,7 +172,14 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict) else 0
 
 
-def _check_growth(budget: Budget, name: str, receiver: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+def _check_bits(bits: int) -> None:
+    if bits > 4096:
+        raise SecurityError(f"it makes a number of about {bits} bits; the limit is 4096")
+
+
+def _check_growth(
+    budget: Budget, name: str, receiver: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Refuse a call whose result could exceed the budget, by a bound from the sizes of its arguments."""
     if name not in _AMPLIFIERS or receiver is None:
         return

@@ -8,11 +8,14 @@ from typing import Any
 
 import sentencepiece
 from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2 as pb
+from sentencepiece import sentencepiece_model_pb2
 
 from jaxserve.errors import TokenizerError
 from jaxserve.tokenizer.special import SpecialSplitter
 from jaxserve.tokenizer.table import Boundaries, TableTokenizer
+
+pb: Any = sentencepiece_model_pb2  # generated, without types
+Model = Any  # pb.ModelProto
 
 SPACE = "\u2581"  # how pieces spell a space
 _Piece = pb.ModelProto.SentencePiece
@@ -31,7 +34,7 @@ class SentencePieceTokenizer(TableTokenizer):
 
     def __init__(
         self,
-        model: pb.ModelProto,
+        model: Model,
         boundaries_of: Callable[[Mapping[str, int], frozenset[int]], Boundaries],
         *,
         prefix_after_special: bool = True,
@@ -83,7 +86,7 @@ def model_from_pieces(
     *,
     unknown_id: int | None,
     add_dummy_prefix: bool,
-) -> pb.ModelProto:
+) -> Model:
     """A BPE model of these pieces, in this order, that changes no character of its input.
 
     `types` are piece kinds as GGUF and SentencePiece number them. Raises TokenizerError.
@@ -113,7 +116,7 @@ def model_from_pieces(
     return model
 
 
-def read_model(path: Path) -> pb.ModelProto:
+def read_model(path: Path) -> Model:
     """The contents of a `tokenizer.model`. Raises TokenizerError if it is none."""
     model = pb.ModelProto()
     try:
@@ -127,7 +130,7 @@ def read_model(path: Path) -> pb.ModelProto:
     return model
 
 
-def add_tokens(model: pb.ModelProto, added: Mapping[int, tuple[str, bool]]) -> None:
+def add_tokens(model: Model, added: Mapping[int, tuple[str, bool]]) -> None:
     """Apply a Hugging Face list of added tokens, id -> (text, special), to the model's own pieces.
 
     An id of the model gets that text and kind; an id past its end becomes a new piece.
@@ -147,7 +150,7 @@ def add_tokens(model: pb.ModelProto, added: Mapping[int, tuple[str, bool]]) -> N
         piece.type = CONTROL if special else USER_DEFINED
 
 
-def _check(model: pb.ModelProto) -> None:
+def _check(model: Model) -> None:
     if model.trainer_spec.treat_whitespace_as_suffix:
         raise TokenizerError("SentencePiece models with treat_whitespace_as_suffix are not supported")
     if model.denormalizer_spec.precompiled_charsmap:

@@ -42,9 +42,12 @@ class SpecialSplitter:
             yield text[start:]
 
     def _longest(self, text: str, position: int) -> tuple[int | None, int]:
+        """Id and end of the longest token that starts here; None and the start if there is none."""
         node, found, end = self._trie, None, position
-        while position < len(text) and (node := node.get(text[position])):
-            position += 1
+        for i in range(position, len(text)):
+            if (child := node.get(text[i])) is None:
+                break
+            node = child
             if _ID in node:
-                found, end = node[_ID], position
+                found, end = node[_ID], i + 1
         return found, end
