@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jaxserve.engine.output import OutputProcessor, StopMatcher
+from jaxserve.types import SamplingParams
+from tests.engine.oracle import answer
+from tests.fakes import EOS, TURN, FakeTokenizer
+
+TOKENIZER = FakeTokenizer()
+LETTERS = [3 + byte for byte in b"ab"]
+PIECES = list(range(259, TOKENIZER.vocab_size))
+HALVES = [3 + byte for byte in "é🙂".encode()]
+
+
+def run(ids, params):
+    """Feed ids until the end; return the pieces of text, the ids used and the last output."""
+    processor = OutputProcessor(params, TOKENIZER, TOKENIZER.eos_ids)
+    pieces = []
+    for n, token_id in enumerate(ids, 1):
+        output = processor.add(token_id)
+        pieces.append(output.text)
+        if output.finish_reason is not None:
+            return pieces, tuple(ids[:n]), output
+    raise AssertionError("the request did not end at max_tokens")
+
+
+@given(
+    ids=st.lists(st.sampled_from([*LETTERS * 3, *PIECES, *HALVES, TURN, EOS]), min_size=1, max_size=24),
+    stop=st.lists(
+        st.one_of(st.text("ab", min_size=1, max_size=5), st.text("abé🙂�the ", min_size=1, max_size=3)),
+        max_size=4,
+        unique=True,
+    ),
+    stop_token_ids=st.frozensets(st.sampled_from([TURN, EOS, *LETTERS, *PIECES]), max_size=2),
+    ignore_eos=st.booleans(),
+    include=st.booleans(),
+    skip_special=st.booleans(),
+)
+@example(  # half a character before the end turns into the stop string's last one
+    ids=[LETTERS[0], HALVES[0], EOS],
+    stop=["a�"],
+    stop_token_ids=frozenset(),
+    ignore_eos=False,
+    include=False,
+    skip_special=True,
+)
+def test_the_joined_stream_is_the_whole_text_cut_at_its_first_end(
+    ids, stop, stop_token_ids, ignore_eos, include, skip_special
+):
+    params = SamplingParams(
+        max_tokens=len(ids),
+        stop=tuple(stop),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        include_stop_str_in_output=include,
+        skip_special_tokens=skip_special,
+    )
+    pieces, used, last = run(ids, params)
+    expected = answer(ids, params, TOKENIZER)
+    assert "".join(pieces) == expected.text
+    assert (used, last.finish_reason, last.stop_reason) == (
+        expected.token_ids,
+        expected.finish_reason,
+        expected.stop_reason,
+    )
+
+
+@given(
+    text=st.text("ab", max_size=40),
+    stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 40)),
+)
+def test_what_is_held_back_is_the_longest_suffix_that_may_become_a_stop_string(text, stops, cuts):
+    matcher = StopMatcher(tuple(stops), include_in_output=False)
+    shown, borders = "", sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    for begin, end in pairwise(borders):
+        safe, stop = matcher.push(text[begin:end])
+        shown += safe
+        if stop is not None:
+            break
+        held = max(n for n in range(end + 1) if any(s.startswith(text[end - n : end]) for s in stops))
+        assert shown == text[: end - held]
+    else:
+        assert not any(stop in text for stop in stops)
+        assert shown + matcher.flush() == text
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_the_pieces_in_which_text_comes_do_not_change_where_it_is_cut(text, stops):
+    whole = StopMatcher(tuple(stops), include_in_output=True)
+    by_letter = StopMatcher(tuple(stops), include_in_output=True)
+    shown, found = "", None
+    for letter in text:
+        safe, found = by_letter.push(letter)
+        shown += safe
+        if found is not None:
+            break
+    assert whole.push(text) == (shown, found)
+
+
+def test_a_stop_string_is_never_partly_streamed():
+    ids = TOKENIZER.encode("so I stand stock-still, STO stopwatch")
+    params = SamplingParams(max_tokens=len(ids), stop=("stopw",))
+    pieces, _, last = run(ids, params)
+    assert "".join(pieces) == "so I stand stock-still, STO "
+    assert (last.finish_reason, last.stop_reason) == ("stop", "stopw")
+
+
+@pytest.mark.parametrize("end", [EOS, TURN])
+def test_the_text_of_a_stop_token_is_not_shown_even_when_special_tokens_are(end):
+    params = SamplingParams(max_tokens=9, stop_token_ids=frozenset({TURN}), skip_special_tokens=False)
+    pieces, used, last = run([*LETTERS, end], params)
+    assert "".join(pieces) == "ab"
+    assert used == (*LETTERS, end)
+    assert (last.finish_reason, last.stop_reason) == ("stop", None if end == EOS else TURN)
+
+
+def test_an_ignored_eos_can_still_be_a_stop_token():
+    params = SamplingParams(max_tokens=3, ignore_eos=True, stop_token_ids=frozenset({EOS}))
+    _, used, last = run([LETTERS[0], EOS, LETTERS[0]], params)
+    assert (len(used), last.finish_reason, last.stop_reason) == (2, "stop", EOS)
+
+
+def test_text_held_back_for_a_stop_string_is_given_when_the_request_is_cut_off():
+    processor = OutputProcessor(SamplingParams(max_tokens=9, stop=("abc",)), TOKENIZER, TOKENIZER.eos_ids)
+    assert [processor.add(token_id).text for token_id in LETTERS] == ["", ""]
+    assert processor.flush().text == "ab"
