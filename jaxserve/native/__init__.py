@@ -1,0 +1,30 @@
+"""C++ kernels for the CPU backend, called through XLA's FFI: dense layers and paged attention.
+
+They are optional. `available()` says whether they can be used here and, if not, why; nothing else of this
+package may be called before it returned True. See `library` for what is loaded and when.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from jaxserve.native.library import NativeUnavailable, load
+from jaxserve.native.ops import linear, paged_attention
+from jaxserve.native.selftest import WrongKernel, self_test
+
+__all__ = ["NativeUnavailable", "WrongKernel", "available", "linear", "paged_attention", "self_test"]
+
+
+@functools.cache
+def available() -> tuple[bool, str]:
+    """Whether the kernels can be used, and why not (or, if so, which instruction set they use).
+
+    The first call initialises JAX's CPU backend, loads and registers the library and runs `self_test`
+    (a fraction of a second); call it at start-up, outside of any traced function.
+    """
+    try:
+        library = load()
+        self_test()
+    except (NativeUnavailable, WrongKernel) as error:
+        return False, str(error)
+    return True, f"C++ kernels for {library.isa()}"

@@ -1,0 +1,363 @@
+// Causal attention over a paged cache. Included inside a namespace, after vec_*.h and tile.h.
+//
+// Keys are taken in blocks of kBlockKeys and in spans of kSpanKeys, both cut at absolute positions of the
+// sequence. A span is an online softmax over its blocks (Dao et al. 2022, arXiv:2205.14135); spans are merged
+// in order (flash-decoding). A masked key adds an exact 0 and a wholly masked block or span changes nothing,
+// so a query's bits depend on its own keys alone: not on the batch, the chunk, the tile or the threads.
+
+constexpr int64_t kBlockKeys = 64;
+constexpr int64_t kSpanKeys = 512;
+constexpr int64_t kTileQueryRows = 48;  // query rows (queries x heads of a group) that share unpacked keys
+constexpr float kNothing = -1e30f;      // the maximum of no score: finite, so that differences stay numbers
+constexpr float kMasked = -3e38f;
+
+struct QueryTag {};
+struct KeyTag {};
+struct ValueTag {};
+struct ScoreTag {};
+struct StateTag {};
+struct PartialTag {};
+
+// e^x for x <= 0, to about 1e-7; exactly 1 at 0 and exactly 0 below -87.
+inline vf exp_nonpositive(vf x) {
+  const vf limit = set1(-87.0f);
+  const vf y = max(x, limit);
+  const vf n = round_nearest(mul(y, set1(1.44269504088896341f)));
+  const vf r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), y));
+  vf p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(mul(p, r), r, r), set1(1.0f));
+  return keep_if_ge(scale_by_power_of_two(p, n), x, limit);
+}
+inline float exp_nonpositive(float x) {
+  float lanes[kLanes];
+  store(lanes, exp_nonpositive(set1(x)));
+  return lanes[0];
+}
+// cap * tanh(s / cap)
+inline vf soft_capped(vf s, float cap) {
+  const vf size = mul(max(s, sub(zero(), s)), set1(-2.0f / cap));
+  const vf e = exp_nonpositive(size);
+  const vf value = mul(div(sub(set1(1.0f), e), add(set1(1.0f), e)), set1(cap));
+  const vf zeros = zero();
+  return sub(keep_if_ge(value, s, zeros), keep_if_ge(value, sub(zeros, s), zeros));
+}
+
+// One unit of work: some queries of one row, for the query heads that share one kv head.
+struct Item {
+  int64_t row, kv_head;
+  int64_t first_query, queries;
+  int64_t first_position;  // of its first query
+  int64_t begin, end;      // keys that any of its queries may see
+};
+
+// Softmax state of `rows` query rows: maximum, sum, and unscaled output [rows][head_dim].
+struct State {
+  float* maximum;
+  float* sum;
+  float* out;
+};
+
+inline int64_t state_floats(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
+inline State state_at(float* p, int64_t rows) { return State{p, p + rows, p + 2 * rows}; }
+inline void clear(State s, int64_t rows, int64_t head_dim) {
+  for (int64_t r = 0; r < rows; ++r) s.maximum[r] = kNothing;
+  std::memset(s.sum, 0, rows * (head_dim + 1) * sizeof(float));
+}
+
+// total = total then part.
+inline void merge(State total, State part, int64_t rows, int64_t head_dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const float maximum = total.maximum[r] > part.maximum[r] ? total.maximum[r] : part.maximum[r];
+    const float keep = exp_nonpositive(total.maximum[r] - maximum), take = exp_nonpositive(part.maximum[r] - maximum);
+    total.maximum[r] = maximum;
+    total.sum[r] = total.sum[r] * keep + part.sum[r] * take;
+    const vf k = set1(keep), t = set1(take);
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      float* out = total.out + r * head_dim + d;
+      store(out, fma(load(out), k, mul(load(part.out + r * head_dim + d), t)));
+    }
+  }
+}
+
+template <typename KV>
+class Attention {
+ public:
+  explicit Attention(const AttentionArgs& args)
+      : args_(args), group_(args.heads / args.kv_heads), dim_(args.head_dim) {}
+
+  // The keys of the cache that row b's queries may see end here; the table's width bounds a wrong length.
+  int64_t context_len(int64_t b) const {
+    const int64_t most = args_.table_width * args_.page_size, len = args_.context_lens[b];
+    return len < 0 ? 0 : len < most ? len : most;
+  }
+  int64_t query_len(int64_t b) const {
+    int64_t len = args_.query_lens[b];
+    if (len > args_.queries) len = args_.queries;
+    if (len > context_len(b)) len = context_len(b);
+    return len < 0 ? 0 : len;
+  }
+  int64_t queries_per_tile() const { return group_ < kTileQueryRows ? kTileQueryRows / group_ : 1; }
+
+  Item item(int64_t b, int64_t kv_head, int64_t first_query) const {
+    const int64_t len = query_len(b), per_tile = queries_per_tile();
+    const int64_t queries = len - first_query < per_tile ? len - first_query : per_tile;
+    const int64_t position = context_len(b) - len + first_query;
+    const int64_t begin = args_.window > 0 && position - args_.window + 1 > 0 ? position - args_.window + 1 : 0;
+    return Item{b, kv_head, first_query, queries, position, begin, position + queries};
+  }
+  int64_t rows(const Item& item) const { return item.queries * group_; }
+
+  // Attention of an item over the keys of one span. `state` is overwritten.
+  void attend_span(const Item& item, int64_t span, State state) const {
+    const int64_t rows = this->rows(item);
+    const float* q = load_queries(item);
+    float* keys = thread_scratch<KeyTag>(kBlockKeys * dim_);
+    float* values = thread_scratch<ValueTag>(kBlockKeys * dim_);
+    float* scores = thread_scratch<ScoreTag>(rows * kBlockKeys);
+    clear(state, rows, dim_);
+    const int64_t begin = item.begin > span * kSpanKeys ? item.begin : span * kSpanKeys;
+    const int64_t end = item.end < (span + 1) * kSpanKeys ? item.end : (span + 1) * kSpanKeys;
+    for (int64_t start = begin / kBlockKeys * kBlockKeys; start < end; start += kBlockKeys) {
+      const int64_t live = end - start < kBlockKeys ? end - start : kBlockKeys;
+      const KV* pointers[kBlockKeys];
+      const int64_t padded = round_up(live, kTileCols);
+      locate(item, static_cast<const KV*>(args_.k_pages), start, live, pointers);
+      pack_keys(pointers, padded, keys);
+      for (int64_t t = 0; t < padded; t += kTileCols) {
+        for_each_row_tile(rows, [&](int64_t row, int count) {
+          tile<Into::kFresh>(count, q + row * dim_, dim_, 1, keys + t * dim_, dim_, scores + row * kBlockKeys + t,
+                             kBlockKeys);
+        });
+      }
+      softmax(item, start, padded, scores, state);
+      locate(item, static_cast<const KV*>(args_.v_pages), start, live, pointers);
+      pack_values(pointers, live, values);
+      for (int64_t d = 0; d < dim_; d += kTileCols) {
+        for_each_row_tile(rows, [&](int64_t row, int count) {
+          tile<Into::kContinue>(count, scores + row * kBlockKeys, kBlockKeys, 1, values + d * kBlockKeys, live,
+                                state.out + row * dim_ + d, dim_);
+        });
+      }
+    }
+  }
+
+  void write(const Item& item, State total) const {
+    for (int64_t r = 0; r < rows(item); ++r) {
+      const float inverse = 1.0f / total.sum[r];
+      const float* sum = total.out + r * dim_;
+      if (args_.q_dtype == Dtype::kBfloat16) {
+        bf16* out = static_cast<bf16*>(args_.out) + query_offset(item, r);
+        for (int64_t d = 0; d < dim_; ++d) from_float(sum[d] * inverse, out + d);
+      } else {
+        float* out = static_cast<float*>(args_.out) + query_offset(item, r);
+        for (int64_t d = 0; d < dim_; ++d) out[d] = sum[d] * inverse;
+      }
+    }
+  }
+
+ private:
+  // Row r of an item: query r / group of its queries, head r % group of its group.
+  int64_t query_offset(const Item& item, int64_t r) const {
+    const int64_t query = item.first_query + r / group_, head = item.kv_head * group_ + r % group_;
+    return ((item.row * args_.queries + query) * args_.heads + head) * dim_;
+  }
+
+  const float* load_queries(const Item& item) const {
+    float* q = thread_scratch<QueryTag>(rows(item) * dim_);
+    for (int64_t r = 0; r < rows(item); ++r) {
+      if (args_.q_dtype == Dtype::kBfloat16) {
+        const bf16* src = static_cast<const bf16*>(args_.q) + query_offset(item, r);
+        for (int64_t d = 0; d < dim_; ++d) q[r * dim_ + d] = to_float(src[d]) * args_.scale;
+      } else {
+        const float* src = static_cast<const float*>(args_.q) + query_offset(item, r);
+        for (int64_t d = 0; d < dim_; ++d) q[r * dim_ + d] = src[d] * args_.scale;
+      }
+    }
+    return q;
+  }
+
+  // Where keys [start, start + live) lie; the rest of the block repeats the last one. A page number outside
+  // of the pool, which a correct caller never passes, reads the nearest page instead of foreign memory.
+  void locate(const Item& item, const KV* pages, int64_t start, int64_t live, const KV* pointers[kBlockKeys]) const {
+    const int32_t* table = args_.page_table + item.row * args_.table_width;
+    const int64_t last_page = args_.slots / args_.page_size - 1;
+    int64_t page = start / args_.page_size, offset = start % args_.page_size;
+    for (int64_t i = 0; i < live; ++page, offset = 0) {
+      int64_t number = table[page];
+      number = number < 0 ? 0 : number > last_page ? last_page : number;
+      const KV* p = pages + ((number * args_.page_size + offset) * args_.kv_heads + item.kv_head) * dim_;
+      for (; offset < args_.page_size && i < live; ++offset, ++i, p += args_.kv_heads * dim_) pointers[i] = p;
+    }
+    for (int64_t i = live; i < kBlockKeys; ++i) pointers[i] = pointers[live - 1];
+  }
+
+  // To float32 [key / kTileCols][dim][key % kTileCols].
+  void pack_keys(const KV* const pointers[kBlockKeys], int64_t keys, float* out) const {
+    for (int64_t t = 0; t < keys; t += kLanes) {
+      float* dst = out + t / kTileCols * kTileCols * dim_ + t % kTileCols;
+      for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
+        const KV* rows[kLanes];
+        for (int i = 0; i < kLanes; ++i) rows[i] = pointers[t + i] + d;
+        vf a[kLanes], b[kLanes];
+        load_pairs_transposed(rows, a, b);
+        for (int j = 0; j < kLanes; ++j) {
+          const int64_t first = sizeof(KV) == 2 ? d + 2 * j : d + j;
+          const int64_t second = sizeof(KV) == 2 ? first + 1 : first + kLanes;
+          store(dst + first * kTileCols, a[j]);
+          store(dst + second * kTileCols, b[j]);
+        }
+      }
+    }
+  }
+
+  // To float32 [dim / kTileCols][key][dim % kTileCols].
+  void pack_values(const KV* const pointers[kBlockKeys], int64_t keys, float* out) const {
+    for (int64_t i = 0; i < keys; ++i) {
+      for (int64_t d = 0; d < dim_; d += kTileCols) {
+        float* dst = out + d * kBlockKeys + i * kTileCols;
+        store(dst, load_row(pointers[i] + d));
+        store(dst + kLanes, load_row(pointers[i] + d + kLanes));
+      }
+    }
+  }
+
+  // Scores of keys [start, start + keys) become weights; the state's sums and outputs are rescaled.
+  void softmax(const Item& item, int64_t start, int64_t keys, float* scores, State state) const {
+    for (int64_t r = 0; r < rows(item); ++r) {
+      float* row = scores + r * kBlockKeys;
+      if (args_.soft_cap > 0.0f) {
+        for (int64_t t = 0; t < keys; t += kLanes) store(row + t, soft_capped(load(row + t), args_.soft_cap));
+      }
+      const int64_t position = item.first_position + r / group_;
+      const int64_t past = position + 1 - start;
+      const int64_t before = args_.window > 0 ? position - args_.window + 1 - start : 0;
+      for (int64_t t = past < 0 ? 0 : past; t < keys; ++t) row[t] = kMasked;
+      for (int64_t t = 0; t < before && t < keys; ++t) row[t] = kMasked;
+
+      vf most = set1(state.maximum[r]);
+      for (int64_t t = 0; t < keys; t += kLanes) most = max(load(row + t), most);
+      float lanes[kLanes];
+      store(lanes, most);
+      float maximum = lanes[0];
+      for (int i = 1; i < kLanes; ++i) maximum = lanes[i] > maximum ? lanes[i] : maximum;
+
+      const vf peak = set1(maximum);
+      vf sums = zero();
+      for (int64_t t = 0; t < keys; t += kLanes) {
+        const vf p = exp_nonpositive(sub(load(row + t), peak));
+        store(row + t, p);
+        sums = add(sums, p);
+      }
+      store(lanes, sums);
+      float sum = lanes[0];
+      for (int i = 1; i < kLanes; ++i) sum += lanes[i];
+
+      if (maximum != state.maximum[r]) {
+        const float keep = exp_nonpositive(state.maximum[r] - maximum);
+        const vf k = set1(keep);
+        state.sum[r] *= keep;
+        state.maximum[r] = maximum;
+        float* out = state.out + r * dim_;
+        for (int64_t d = 0; d < dim_; d += kLanes) store(out + d, mul(load(out + d), k));
+      }
+      state.sum[r] += sum;
+    }
+  }
+
+  const AttentionArgs& args_;
+  const int64_t group_, dim_;
+};
+
+template <typename KV>
+void attention_typed(const AttentionArgs& args, Pool& pool) {
+  const Attention<KV> attention(args);
+  const int64_t per_tile = attention.queries_per_tile(), dim = args.head_dim;
+  std::vector<Item> items;
+  int64_t work = 0, most_spans = 0;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    const int64_t len = attention.query_len(b);
+    const int64_t bytes = args.heads * dim * (args.q_dtype == Dtype::kBfloat16 ? sizeof(bf16) : sizeof(float));
+    std::memset(static_cast<char*>(args.out) + (b * args.queries + len) * bytes, 0, (args.queries - len) * bytes);
+    for (int64_t query = 0; query < len; query += per_tile) {
+      for (int64_t head = 0; head < args.kv_heads; ++head) {
+        const Item item = attention.item(b, head, query);
+        const int64_t spans = (item.end - 1) / kSpanKeys + 1 - item.begin / kSpanKeys;
+        most_spans = spans > most_spans ? spans : most_spans;
+        work += (item.end - item.begin) * (attention.rows(item) + 16);
+        items.push_back(item);
+      }
+    }
+  }
+  // Longest first: the last chunks to be taken are the short ones.
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    return a.queries * (a.end - a.begin) > b.queries * (b.end - b.begin);
+  });
+  const int64_t count = static_cast<int64_t>(items.size());
+  const int threads = work * dim < 200000 ? 1 : pool.num_threads();
+
+  if (threads > 1 && count < 4 * threads && most_spans > 1) {
+    // Few long items: the spans of each become units of their own, merged at the end.
+    struct Part {
+      const Item* item;
+      int64_t span;
+      float* state;
+    };
+    std::vector<Part> parts;
+    int64_t floats = 0;
+    for (const Item& item : items) {
+      for (int64_t span = item.begin / kSpanKeys; span * kSpanKeys < item.end; ++span) {
+        parts.push_back(Part{&item, span, nullptr});
+        floats += state_floats(attention.rows(item), dim);
+      }
+    }
+    float* next = thread_scratch<PartialTag>(floats);
+    for (Part& part : parts) {
+      part.state = next;
+      next += state_floats(attention.rows(*part.item), dim);
+    }
+    pool.parallel_for(static_cast<int64_t>(parts.size()), [&](int64_t i) {
+      const Part& part = parts[i];
+      attention.attend_span(*part.item, part.span, state_at(part.state, attention.rows(*part.item)));
+    });
+    for (size_t i = 0; i < parts.size();) {
+      const Item& item = *parts[i].item;
+      const int64_t rows = attention.rows(item);
+      const State total = state_at(thread_scratch<StateTag>(state_floats(rows, dim)), rows);
+      clear(total, rows, dim);
+      for (; i < parts.size() && parts[i].item == &item; ++i) merge(total, state_at(parts[i].state, rows), rows, dim);
+      attention.write(item, total);
+    }
+    return;
+  }
+
+  const auto attend = [&](int64_t i) {
+    const Item& item = items[i];
+    const int64_t rows = attention.rows(item), floats = state_floats(rows, dim);
+    float* memory = thread_scratch<StateTag>(2 * floats);
+    const State total = state_at(memory, rows), part = state_at(memory + floats, rows);
+    clear(total, rows, dim);
+    for (int64_t span = item.begin / kSpanKeys; span * kSpanKeys < item.end; ++span) {
+      attention.attend_span(item, span, part);
+      merge(total, part, rows, dim);
+    }
+    attention.write(item, total);
+  };
+  if (threads == 1) {
+    for (int64_t i = 0; i < count; ++i) attend(i);
+  } else {
+    pool.parallel_for(count, attend);
+  }
+}
+
+void paged_attention(const AttentionArgs& args, Pool& pool) {
+  if (args.kv_dtype == Dtype::kBfloat16) {
+    attention_typed<bf16>(args, pool);
+  } else {
+    attention_typed<float>(args, pool);
+  }
+}

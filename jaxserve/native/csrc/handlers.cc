@@ -1,0 +1,157 @@
+// The XLA FFI handlers: check shapes and dtypes, pick the kernels for this CPU, run them.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "pool.h"
+#include "types.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxserve {
+namespace {
+
+const Kernels* const kAllKernels[] = {&kAvx2Kernels, &kPortableKernels};  // fastest first
+
+// The kernels in use: the fastest set that this CPU runs, unless jaxserve_use_isa() chose another.
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> kernels{[] {
+    const Kernels* const* it = kAllKernels;
+    while (!(*it)->runs_here()) ++it;
+    return *it;
+  }()};
+  return kernels;
+}
+const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
+
+bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
+bool is_float(ffi::DataType dtype) { return dtype == ffi::F32 || dtype == ffi::BF16; }
+Dtype dtype_of(ffi::DataType dtype) { return dtype == ffi::BF16 ? Dtype::kBfloat16 : Dtype::kFloat32; }
+
+template <typename Run>
+ffi::Error run_on(ffi::ThreadPool threads, const Run& run) {
+  try {
+    Pool pool(static_cast<int>(threads.num_threads()),
+              [&threads](std::function<void()> task) { threads.Schedule(std::move(task)); });
+    run(pool);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(std::string("jaxserve native kernel: ") + error.what());
+  }
+}
+
+ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+  if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || xs[1] != ws[1] || ys[0] != xs[0] || ys[1] != ws[0]) {
+    return ffi::Error::InvalidArgument("jaxserve linear: shapes must be x [M, K], w [N, K], y [M, N]");
+  }
+  if (!is_float(x.element_type()) || !is_float(w.element_type()) || !is_float(y->element_type())) {
+    return ffi::Error::InvalidArgument("jaxserve linear: dtypes must be float32 or bfloat16");
+  }
+  LinearArgs args;
+  args.m = xs[0];
+  args.n = ws[0];
+  args.k = xs[1];
+  args.x_dtype = dtype_of(x.element_type());
+  args.w_dtype = dtype_of(w.element_type());
+  args.y_dtype = dtype_of(y->element_type());
+  args.x = x.untyped_data();
+  args.w = w.untyped_data();
+  args.y = y->untyped_data();
+  return run_on(threads, [&](Pool& pool) { kernels().linear(args, pool); });
+}
+
+ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
+                           ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context_lens,
+                           ffi::Buffer<ffi::S32> query_lens, ffi::Result<ffi::AnyBuffer> out, int64_t page_size,
+                           float scale, int64_t window, float soft_cap) {
+  const auto qs = q.dimensions(), ks = k_pages.dimensions(), vs = v_pages.dimensions();
+  const auto tables = page_table.dimensions(), outs = out->dimensions();
+  if (qs.size() != 4 || ks.size() != 3 || !same(vs, ks) || tables.size() != 2 || !same(outs, qs) || tables[0] != qs[0] ||
+      context_lens.element_count() != static_cast<size_t>(qs[0]) ||
+      query_lens.element_count() != static_cast<size_t>(qs[0]) || ks[2] != qs[3]) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve paged_attention: shapes must be q [B, Q, N, D], pages [slots, K, D], page_table [B, P], lens [B]");
+  }
+  if (ks[1] < 1 || qs[2] % ks[1] != 0 || qs[3] % 16 != 0 || qs[3] < 16 || page_size < 1 || ks[0] < page_size ||
+      window < 0) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve paged_attention: needs N a multiple of K, D of 16, at least one page, window >= 0");
+  }
+  if (!is_float(q.element_type()) || !is_float(k_pages.element_type()) ||
+      v_pages.element_type() != k_pages.element_type() || out->element_type() != q.element_type()) {
+    return ffi::Error::InvalidArgument("jaxserve paged_attention: dtypes must be float32 or bfloat16");
+  }
+  AttentionArgs args;
+  args.batch = qs[0];
+  args.queries = qs[1];
+  args.heads = qs[2];
+  args.head_dim = qs[3];
+  args.slots = ks[0];
+  args.kv_heads = ks[1];
+  args.table_width = tables[1];
+  args.page_size = page_size;
+  args.window = window;
+  args.scale = scale;
+  args.soft_cap = soft_cap;
+  args.q_dtype = dtype_of(q.element_type());
+  args.kv_dtype = dtype_of(k_pages.element_type());
+  args.q = q.untyped_data();
+  args.k_pages = k_pages.untyped_data();
+  args.v_pages = v_pages.untyped_data();
+  args.page_table = page_table.typed_data();
+  args.context_lens = context_lens.typed_data();
+  args.query_lens = query_lens.typed_data();
+  args.out = out->untyped_data();
+  return run_on(threads, [&](Pool& pool) { kernels().paged_attention(args, pool); });
+}
+
+}  // namespace
+}  // namespace jaxserve
+
+#define JAXSERVE_EXPORT extern "C" __attribute__((visibility("default")))
+
+XLA_FFI_DEFINE_HANDLER(kLinear, jaxserve::linear,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("page_size")
+                           .Attr<float>("scale")
+                           .Attr<int64_t>("window")
+                           .Attr<float>("soft_cap"));
+
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear(XLA_FFI_CallFrame* frame) { return kLinear(frame); }
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_paged_attention(XLA_FFI_CallFrame* frame) { return kPagedAttention(frame); }
+// The version of the FFI headers that this library was built with.
+JAXSERVE_EXPORT int jaxserve_ffi_major() { return XLA_FFI_API_MAJOR; }
+JAXSERVE_EXPORT int jaxserve_ffi_minor() { return XLA_FFI_API_MINOR; }
+// The instruction set of the kernels in use, and the choice of another: 0 when this CPU can't run it.
+JAXSERVE_EXPORT const char* jaxserve_isa() { return jaxserve::kernels().name; }
+JAXSERVE_EXPORT int jaxserve_use_isa(const char* name) {
+  for (const jaxserve::Kernels* kernels : jaxserve::kAllKernels) {
+    if (std::strcmp(kernels->name, name) == 0 && kernels->runs_here()) {
+      jaxserve::chosen().store(kernels, std::memory_order_relaxed);
+      return 1;
+    }
+  }
+  return 0;
+}

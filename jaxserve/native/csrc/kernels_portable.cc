@@ -1,0 +1,19 @@
+// The kernels in plain C++, for every CPU.
+#include "pool.h"
+#include "types.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace jaxserve {
+namespace portable {
+namespace {
+#include "vec_portable.h"
+#include "tile.h"
+#include "linear_kernel.h"
+#include "attention_kernel.h"
+}  // namespace
+}  // namespace portable
+
+const Kernels kPortableKernels = {"portable", [] { return true; }, portable::linear, portable::paged_attention};
+}  // namespace jaxserve

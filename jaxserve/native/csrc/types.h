@@ -1,0 +1,77 @@
+// Element types, and the arguments of the kernels as plain pointers and sizes.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace jaxserve {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float float_from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline float to_float(bf16 x) { return float_from_bits(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_float(float x) { return x; }
+
+// Rounds to nearest, ties to even; a NaN stays a NaN.
+inline void from_float(float x, bf16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    out->bits = static_cast<uint16_t>((bits >> 16) | 0x40u);
+  } else {
+    out->bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+}
+inline void from_float(float x, float* out) { *out = x; }
+
+enum class Dtype { kFloat32, kBfloat16 };
+
+// y[m, n] = sum_k x[m, k] * w[n, k]
+struct LinearArgs {
+  int64_t m, n, k;
+  Dtype x_dtype, w_dtype, y_dtype;
+  const void* x;
+  const void* w;
+  void* y;
+};
+
+struct AttentionArgs {
+  int64_t batch, queries, heads, kv_heads, head_dim;  // q and out: [batch, queries, heads, head_dim]
+  int64_t slots;                                      // k_pages, v_pages: [slots, kv_heads, head_dim]
+  int64_t table_width;                                // page_table: [batch, table_width]
+  int64_t page_size;
+  int64_t window;  // 0: every earlier key
+  float scale;
+  float soft_cap;  // 0: none
+  Dtype q_dtype, kv_dtype;
+  const void* q;
+  const void* k_pages;
+  const void* v_pages;
+  const int32_t* page_table;
+  const int32_t* context_lens;
+  const int32_t* query_lens;
+  void* out;
+};
+
+class Pool;
+
+// One set of kernels, compiled for one instruction set.
+struct Kernels {
+  const char* name;
+  bool (*runs_here)();
+  void (*linear)(const LinearArgs&, Pool&);
+  void (*paged_attention)(const AttentionArgs&, Pool&);
+};
+
+extern const Kernels kAvx2Kernels;
+extern const Kernels kPortableKernels;
+
+}  // namespace jaxserve

@@ -1,0 +1,62 @@
+// Four float lanes in the vector extension of GCC and Clang, for every other CPU: SSE2, NEON and the like.
+// Included inside a namespace. The functions are those of vec_avx2.h.
+
+constexpr int kLanes = 4;
+
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
+
+inline vf zero() { return vf{}; }
+inline vf set1(float x) { return vf{x, x, x, x}; }
+inline vf load(const float* p) {
+  vf v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline vf add(vf a, vf b) { return a + b; }
+inline vf sub(vf a, vf b) { return a - b; }
+inline vf mul(vf a, vf b) { return a * b; }
+inline vf div(vf a, vf b) { return a / b; }
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+inline vf keep_if_ge(vf a, vf x, vf limit) { return x >= limit ? a : vf{}; }
+inline vf round_nearest(vf x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = std::nearbyintf(x[i]);
+  return x;
+}
+inline vf scale_by_power_of_two(vf x, vf n) {
+  const vi bits = (__builtin_convertvector(n, vi) + 127) << 23;
+  vf power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x * power;
+}
+
+inline void load_pair(const bf16* p, vf& a, vf& b) {
+  vi v;
+  std::memcpy(&v, p, sizeof v);
+
+  const vi even = v << 16;
+  const vi odd = v & static_cast<int32_t>(0xffff0000u);
+  std::memcpy(&a, &even, sizeof a);
+  std::memcpy(&b, &odd, sizeof b);
+}
+inline void load_pair(const float* p, vf& a, vf& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+
+template <typename T>
+inline vf load_row(const T* p) {
+  return vf{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+}
+
+template <typename T>
+inline void load_pairs_transposed(const T* const rows[kLanes], vf a[kLanes], vf b[kLanes]) {
+  vf x[kLanes], y[kLanes];
+  for (int row = 0; row < kLanes; ++row) load_pair(rows[row], x[row], y[row]);
+  for (int j = 0; j < kLanes; ++j) {
+    a[j] = vf{x[0][j], x[1][j], x[2][j], x[3][j]};
+    b[j] = vf{y[0][j], y[1][j], y[2][j], y[3][j]};
+  }
+}

@@ -1,0 +1,102 @@
+"""The kernels as traceable JAX functions, for programs that run on the CPU backend.
+
+They work under jit, ahead-of-time compilation, loops and donation. They have no derivative and no batching
+rule: differentiating or vmapping them is JAX's error.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxserve.native.library import LINEAR, PAGED_ATTENTION, load
+
+DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def linear(
+    x: jax.Array,  # [..., K]
+    w: jax.Array,  # [N, K], the layout of checkpoints
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:  # [..., N]
+    """x @ w^T with float32 sums; x and w are bfloat16 or float32, the result has `out_dtype` or x's dtype.
+
+    A row's bits depend on that row and `w` alone, not on the number of rows.
+    Raises ValueError for shapes or dtypes that don't fit, NativeUnavailable without the kernels.
+    """
+    load()
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    for name, dtype in (("x", x.dtype), ("w", w.dtype), ("out_dtype", out)):
+        if dtype not in DTYPES:
+            raise ValueError(f"linear: {name} is {dtype}, must be bfloat16 or float32")
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"linear: x {x.shape} and w {w.shape} must be [..., K] and [N, K]")
+    rows = x.reshape(-1, x.shape[-1])
+    y = jax.ffi.ffi_call(LINEAR, jax.ShapeDtypeStruct((rows.shape[0], w.shape[0]), out))(rows, w)
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def paged_attention(
+    q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
+    k_pages: jax.Array,  # [num_pages * page_size, K, D]
+    v_pages: jax.Array,  # [num_pages * page_size, K, D]
+    page_table: jax.Array,  # [B, P] int32; entries past the context are ignored
+    context_lens: jax.Array,  # [B] int32, tokens in cache, this step's included
+    query_lens: jax.Array,  # [B] int32, 0 marks an empty row
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:  # [B, Q, N, D], q's dtype
+    """Causal attention over a paged cache; scores, softmax and sums are float32.
+
+    Query i of a row sits at position p = context_len - query_len + i and sees the keys up to p, with
+    `window` only those after p - window. `soft_cap` c replaces a score s by c tanh(s / c). Queries past
+    query_len return 0. Cost follows the live context. A row's bits depend on its own keys and queries
+    alone: not on the other rows, nor on the chunk it is computed in. What lies in unused slots is not read.
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1; Dao et al. 2022, arXiv:2205.14135.
+    Raises ValueError for shapes or dtypes that don't fit, NativeUnavailable without the kernels.
+    """
+    load()
+    if q.ndim != 4 or k_pages.ndim != 3 or k_pages.shape != v_pages.shape or k_pages.shape[2] != q.shape[3]:
+        raise ValueError(
+            f"paged_attention: q {q.shape}, k_pages {k_pages.shape} and v_pages {v_pages.shape} "
+            "must be [B, Q, N, D] and twice [slots, K, D]"
+        )
+    batch, _, heads, head_dim = q.shape
+    slots, kv_heads, _ = k_pages.shape
+    if heads % kv_heads or head_dim % 16:
+        raise ValueError(
+            f"paged_attention: {heads} heads of {head_dim} over {kv_heads} kv heads; the heads must be a "
+            "multiple of the kv heads, the head size of 16"
+        )
+    if q.dtype not in DTYPES or k_pages.dtype not in DTYPES or v_pages.dtype != k_pages.dtype:
+        raise ValueError(
+            f"paged_attention: dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype} must be bfloat16 or "
+            "float32, the last two equal"
+        )
+    if page_size < 1 or slots < page_size or slots % page_size:
+        raise ValueError(f"paged_attention: {slots} slots are not a whole number of pages of {page_size}")
+    if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"paged_attention: window {window} and soft_cap {soft_cap} must be positive or None")
+    if page_table.ndim != 2 or {page_table.shape[0], *context_lens.shape, *query_lens.shape} != {batch}:
+        raise ValueError(
+            f"paged_attention: page_table {page_table.shape}, context_lens {context_lens.shape} and "
+            f"query_lens {query_lens.shape} must be [{batch}, P], [{batch}] and [{batch}]"
+        )
+    return jax.ffi.ffi_call(PAGED_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
+        q,
+        k_pages,
+        v_pages,
+        page_table.astype(jnp.int32),
+        context_lens.astype(jnp.int32),
+        query_lens.astype(jnp.int32),
+        page_size=np.int64(page_size),
+        scale=np.float32(scale),
+        window=np.int64(window or 0),
+        soft_cap=np.float32(soft_cap or 0.0),
+    )
