@@ -1,22 +1,26 @@
 """The folder that `jaxserve convert` makes.
 
-    jaxserve.json     format version, model config, dtype, parameters, source, sizes of all other files
+    jaxserve.json     format version, model config, dtype, parameters, source, files of params/
     params/           an orbax checkpoint: one flat dict, parameter name -> array
     ...               tokenizer files and chat_template.jinja
 
 Parameters are stored uncompressed: bfloat16 weights shrink by little, and orbax then neither copies nor
-decodes them. Sizes are checked when the folder is opened; a flipped bit inside a tensor goes unnoticed,
-as it does in GGUF and safetensors files.
+decodes them. When the folder is opened, the files of params/ are checked for size, and by CRC-32 up to
+32 MiB, which covers everything but the tensors of larger models: there a flipped bit goes unnoticed, as
+it does in GGUF and safetensors files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,9 +35,19 @@ FORMAT_VERSION = 1
 MANIFEST = "jaxserve.json"
 PARAMS = "params"
 CHAT_TEMPLATE = "chat_template.jinja"
-WRITE_CONCURRENT_BYTES = 64 << 20
-READ_CONCURRENT_BYTES = 64 << 20
+CONCURRENT_BYTES = 64 << 20  # in flight between memory and disk
+CHECKSUM_BYTES = 32 << 20  # larger files are checked for size only
 READ_GROUP_BYTES = 256 << 20  # restored in one call, between two reports of progress
+
+
+class FileCheck(NamedTuple):
+    nbytes: int
+    crc32: int | None  # None for a large file
+
+    @classmethod
+    def of(cls, path: Path) -> FileCheck:
+        nbytes = path.stat().st_size
+        return cls(nbytes, zlib.crc32(path.read_bytes()) if nbytes <= CHECKSUM_BYTES else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +58,7 @@ class Manifest:
     dtype: str  # of the matrices; vectors are float32
     source: str  # file name of what was converted
     shapes: dict[str, tuple[int, ...]]  # by parameter name
-    files: dict[str, int]  # relative path -> bytes, of every other file in the folder
+    files: dict[str, FileCheck]  # relative path -> what to expect, for all of params/
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,10 +92,10 @@ def write_checkpoint(
 
     context = ocp.Context()
     context.array.saving.use_compression = False
-    context.memory.write_concurrent_bytes = max(WRITE_CONCURRENT_BYTES, _largest(params.values()))
+    context.memory.write_concurrent_bytes = _budget(array.nbytes for array in params.values())
     nbytes = sum(array.nbytes for array in params.values())
     try:
-        with context, watch_folder(folder, "writing the checkpoint", nbytes, progress):
+        with _quiet(), context, watch_folder(folder, "writing the checkpoint", nbytes, progress):
             ocp.save((folder / PARAMS).absolute(), dict(params))
     except OSError:
         raise
@@ -89,8 +103,8 @@ def write_checkpoint(
         raise WeightsError(f"writing the checkpoint failed: {_first_line(error)}") from error
     shapes = {name: array.shape for name, array in params.items()}
     files = {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
+        str(path.relative_to(folder)): FileCheck.of(path)
+        for path in sorted((folder / PARAMS).rglob("*"))
         if path.is_file()
     }
     manifest = Manifest(config, dtype, source, shapes, files)
@@ -98,7 +112,7 @@ def write_checkpoint(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read jaxserve.json and check that each file it lists is there in full. Raises WeightsError."""
+    """Read jaxserve.json and check the files it lists. Raises WeightsError."""
     path = folder / MANIFEST
     data = read_json(path)
     if (version := data.get("format_version")) != FORMAT_VERSION:
@@ -111,18 +125,22 @@ def read_manifest(folder: Path) -> Manifest:
             dtype=data["dtype"],
             source=str(data["source"]),
             shapes={name: tuple(int(n) for n in shape) for name, shape in data["parameters"].items()},
-            files={str(name): int(size) for name, size in data["files"].items()},
+            files={name: FileCheck(*check) for name, check in data["files"].items()},
         )
         serving_dtype(manifest.dtype)
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise WeightsError(f"{path}: corrupt: {_first_line(error)}: convert again") from error
-    for name, size in manifest.files.items():
+    for name, expected in manifest.files.items():
         try:
-            found = (folder / name).stat().st_size
+            found = FileCheck.of(folder / name)
         except (OSError, ValueError):
             raise WeightsError(f"{folder}: {name} is missing: convert again") from None
-        if found != size:
-            raise WeightsError(f"{folder}: {name} has {found} bytes, {size} are expected: convert again")
+        if found.nbytes != expected.nbytes:
+            raise WeightsError(
+                f"{folder}: {name} has {found.nbytes} bytes, {expected.nbytes} are expected: convert again"
+            )
+        if found != expected:
+            raise WeightsError(f"{folder}: {name} is corrupt (its CRC-32 differs): convert again")
     return manifest
 
 
@@ -145,11 +163,11 @@ def load_checkpoint_params(
     path = (folder / PARAMS).absolute()
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    # A limit below the size of one array makes orbax refuse that array. 4: it may be stored as float32.
-    context.memory.read_concurrent_bytes = max(READ_CONCURRENT_BYTES, *(4 * prod(s) for s in shapes.values()))
+    # Stored as float32 at most.
+    context.memory.read_concurrent_bytes = _budget(4 * prod(shape) for shape in shapes.values())
     params: dict[str, jax.Array] = {}
     try:
-        with context:
+        with _quiet(), context:
             stored = ocp.metadata(path).metadata
             if not isinstance(stored, dict):  # orbax logs what is wrong and goes on without
                 raise WeightsError(f"{path}: orbax's description of it is corrupt: convert again")
@@ -171,7 +189,7 @@ def load_checkpoint_params(
         raise WeightsError(f"{path} can't be read: {_first_line(error)}: convert again") from error
     if progress is not None:
         progress("loading weights", len(params), len(abstract))
-    return params
+    return {name: params[name] for name in shapes}  # orbax sorts by name
 
 
 def _groups(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
@@ -191,8 +209,21 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else str(list(shape))
 
 
-def _largest(arrays: Any) -> int:
-    return max((array.nbytes for array in arrays), default=0)
+def _budget(sizes: Iterable[int]) -> int:
+    """Bytes that orbax may have in flight. It refuses an array that is not smaller than this."""
+    return max(CONCURRENT_BYTES, max(sizes, default=0) + 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep orbax from printing tracebacks of its threads; the error itself reaches the caller."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,11 +7,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from jaxserve.errors import WeightsError
+
+REMOVE_TIMEOUT_S = 5
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def staging_folder(target: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             os.close(lock)
     except OSError as error:
         raise WeightsError(f"{target} can't be written: {_describe(error, target.parent)}") from error
@@ -57,6 +60,15 @@ def _remove_stale(target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that a writer's threads may still be adding to after an error."""
+    deadline = time.monotonic() + REMOVE_TIMEOUT_S
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _escape(text: str) -> str:
