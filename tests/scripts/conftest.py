@@ -19,7 +19,7 @@ TOOLS += ["rm", "sed", "sleep", "sort", "tail"]
 FAKE_PYTHON = """#!/bin/sh
 home='{executable}'
 case "$1 $2" in
-"-I -S") echo '{version}' ;;
+"-I -S") case $4 in *tomllib*) echo 'setuptools>=77' ;; *) echo '{version}' ;; esac ;;
 "-c "*) echo '{version}|{problem}|{executable}' ;;
 "-m venv")
     echo "venv $3" >>"$CALLS"

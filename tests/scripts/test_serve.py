@@ -22,8 +22,8 @@ def test_from_nothing_it_sets_up_fetches_converts_and_serves_the_default_model(s
     sandbox.python("python3", "3.12.4")
     calls = serve(sandbox)
     assert calls[0].startswith("venv ")
-    assert calls[1].startswith("pip install ")
-    assert calls[2:] == [
+    assert calls[2].startswith("pip install ")
+    assert calls[3:] == [
         "jaxserve <pull> <smollm2-135m>",
         "jaxserve <convert> <checkpoints/smollm2-135m.gguf> <checkpoints/smollm2-135m>",
         f"jaxserve <serve> <{sandbox.root}/checkpoints/smollm2-135m>",
