@@ -22,7 +22,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class BpeTokenizer(TableTokenizer):
     """A `tokenizers.Tokenizer` whose decoder is one we can state as bytes per token.
 
-    Added tokens marked special are special. BOS is ours to add: the post-processor is not run.
+    Added tokens marked special are special. BOS is ours to add: the post-processor is not run. A byte
+    that the vocabulary has no token for is dropped from the text, as the model's own tokenizer does.
     """
 
     def __init__(
