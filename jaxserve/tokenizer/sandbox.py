@@ -202,7 +202,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @pass_context
     def metered(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = context[_BUDGET]
-        budget.take(steps=1 + _size(value) // 100)
+        budget.take(steps=1, chars=_size(value))
         _check_growth(budget, name, value, args, kwargs)
         if wants is _PassArg.context:
             result = function(context, value, *args, **kwargs)

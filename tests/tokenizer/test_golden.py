@@ -90,7 +90,9 @@ def test_a_token_keeps_its_leading_space_at_the_start_of_a_completion(real):
     assert tokenizer.decode([token_id]) == " Paris"
 
 
-@pytest.mark.parametrize("text", ["x" * 200_000, " " * 200_000, "\n \n" * 50_000, "<" * 100_000, "é你👩‍💻" * 50_000])
+@pytest.mark.parametrize(
+    "text", ["x" * 200_000, " " * 200_000, "\n \n" * 50_000, "<" * 100_000, "é你👩‍💻" * 50_000]
+)
 def test_long_repetitive_texts_come_back_whole(real, text):
     tokenizer, _ = real
     assert tokenizer.decode(tokenizer.encode(text)) == text
