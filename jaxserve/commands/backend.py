@@ -7,7 +7,7 @@ import http.client
 import json
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class Backend(Protocol):
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
         """The pieces of the answer to `body` at `path`, "chat/completions" or "completions".
 
         Closing the iterator early ends the request. Raises JaxserveError.
@@ -56,7 +56,7 @@ class RemoteBackend:
             raise JaxserveError(f"--url {url!r}: {error}") from None
         self._model = model_name or self._first_model()
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
         body = {"model": self._model, **body, "stream": True}
         connection, response = self._request("POST", f"/v1/{path}", json.dumps(body))
         try:
@@ -133,7 +133,7 @@ class LocalBackend:
             self._loaded = load_engine(launch_options(args), deliver=self._deliver, progress=progress)
         self._model = served_model(self._loaded)
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
         from jaxserve.server import openai
 
         parse = openai.parse_chat if path == "chat/completions" else openai.parse_completion

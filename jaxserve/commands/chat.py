@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import closing
 
 from jaxserve.commands.backend import open_backend
 from jaxserve.commands.flags import HelpFormatter
 from jaxserve.commands.talk import add_talk_flags, sampling_fields
-from jaxserve.commands.terminal import inputs, show
+from jaxserve.commands.terminal import inputs, is_conversation, show
+from jaxserve.errors import JaxserveError
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -32,6 +34,13 @@ def run(args: argparse.Namespace) -> int:
         for text in inputs(args.prompt, "Ctrl-C stops an answer, Ctrl-D leaves."):
             messages.append({"role": "user", "content": text})
             body = {"messages": messages, **sampling_fields(args)}
-            answer = show(backend.stream("chat/completions", body))
+            try:
+                answer = show(backend.stream("chat/completions", body))
+            except JaxserveError as error:
+                if not is_conversation(args.prompt):
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+                messages.pop()
+                continue
             messages.append({"role": "assistant", "content": answer})
     return 0

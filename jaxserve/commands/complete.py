@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import closing
 
 from jaxserve.commands.backend import open_backend
 from jaxserve.commands.flags import HelpFormatter
 from jaxserve.commands.talk import add_talk_flags, sampling_fields
-from jaxserve.commands.terminal import inputs, show
+from jaxserve.commands.terminal import inputs, is_conversation, show
+from jaxserve.errors import JaxserveError
 
 DEFAULT_TOKENS = 128
 
@@ -28,5 +30,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     with closing(open_backend(args)) as backend:
         for text in inputs(args.prompt, "Ctrl-C stops an answer, Ctrl-D leaves."):
-            show(backend.stream("completions", {"prompt": text, **sampling_fields(args)}))
+            try:
+                show(backend.stream("completions", {"prompt": text, **sampling_fields(args)}))
+            except JaxserveError as error:
+                if not is_conversation(args.prompt):
+                    raise
+                print(f"error: {error}", file=sys.stderr)
     return 0

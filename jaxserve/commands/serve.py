@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from jaxserve.commands.console import ConsoleProgress, set_up_logging
 from jaxserve.commands.flags import (
@@ -21,6 +22,9 @@ from jaxserve.commands.flags import (
     size,
 )
 from jaxserve.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxserve.server.served import ServedModel
 
 EXIT_INTERRUPTED = 130
 
@@ -70,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
         StoppedWhileLoading,
         serve,
     )
-    from jaxserve.server.served import ServedModel
 
     set_up_logging(args.log_level)
     options = ServerOptions(
@@ -108,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def example(url: str, model: object) -> str:
+def example(url: str, model: ServedModel) -> str:
     """A curl to paste: a chat where the model has a template, else a completion."""
-    name, is_chat = model.name, model.chat_template is not None  # type: ignore[attr-defined]
+    name, is_chat = model.name, model.chat_template is not None
     body: dict[str, object] = {"model": name}
     if is_chat:
         body["messages"] = [{"role": "user", "content": "Name three colours."}]

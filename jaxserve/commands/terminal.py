@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 
 def inputs(given: str | None, greeting: str) -> Iterator[str]:
@@ -15,7 +15,7 @@ def inputs(given: str | None, greeting: str) -> Iterator[str]:
     if given is not None:
         yield given
         return
-    if not sys.stdin.isatty():
+    if not is_conversation(given):
         if text := sys.stdin.read().strip("\n"):
             yield text
         return
@@ -35,7 +35,12 @@ def inputs(given: str | None, greeting: str) -> Iterator[str]:
             yield line
 
 
-def show(pieces: Iterator[str]) -> str:
+def is_conversation(given: str | None) -> bool:
+    """Whether a person types line after line, so that a mistake should not end it all."""
+    return given is None and sys.stdin.isatty()
+
+
+def show(pieces: Generator[str]) -> str:
     """Print an answer as it comes and return it. On a terminal Ctrl-C stops it and keeps what came."""
     texts: list[str] = []
     try:
@@ -47,6 +52,6 @@ def show(pieces: Iterator[str]) -> str:
             raise
         print(" (stopped)", end="", file=sys.stderr, flush=True)
     finally:
-        pieces.close()  # type: ignore[attr-defined]  # a generator: the request ends now, not at collection
+        pieces.close()  # ends the request now
         print(flush=True)
     return "".join(texts)

@@ -18,6 +18,7 @@ from jaxserve.server.openai import Generation
 from jaxserve.server.render import Renderer, renderer
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import STATE
+from jaxserve.types import Event
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ async def _write_chunks(
     response: web.StreamResponse,
     answer: Renderer,
     include_usage: bool,
-    events: list,
+    events: list[tuple[int, Event]],
     stream: Stream,
 ) -> None:
     while True:
