@@ -13,10 +13,8 @@ it does in GGUF and safetensors files.
 from __future__ import annotations
 
 import json
-import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,8 +26,10 @@ import numpy as np
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.weights.loader import param_dtype, serving_dtype
+from jaxserve.weights.orbax_io import OrbaxError, call_orbax
 from jaxserve.weights.progress import Progress, watch_folder
 from jaxserve.weights.safetensors import read_json
+from jaxserve.weights.staging import reserve
 
 FORMAT_VERSION = 1
 MANIFEST = "jaxserve.json"
@@ -94,13 +94,16 @@ def write_checkpoint(
     context.array.saving.use_compression = False
     context.memory.write_concurrent_bytes = _budget(array.nbytes for array in params.values())
     nbytes = sum(array.nbytes for array in params.values())
-    try:
-        with _quiet(), context, watch_folder(folder, "writing the checkpoint", nbytes, progress):
+
+    def save() -> None:
+        with context, watch_folder(folder, "writing the checkpoint", nbytes, progress):
             ocp.save((folder / PARAMS).absolute(), dict(params))
-    except OSError:
-        raise
-    except Exception as error:  # tensorstore has no exception types of its own
-        raise WeightsError(f"writing the checkpoint failed: {_first_line(error)}") from error
+
+    reserve(folder, nbytes)
+    try:
+        call_orbax(save)
+    except OrbaxError as error:
+        raise WeightsError(f"writing the checkpoint failed: {error}") from error
     shapes = {name: array.shape for name, array in params.items()}
     files = {
         str(path.relative_to(folder)): FileCheck.of(path)
@@ -166,30 +169,35 @@ def load_checkpoint_params(
     # Stored as float32 at most.
     context.memory.read_concurrent_bytes = _budget(4 * prod(shape) for shape in shapes.values())
     params: dict[str, jax.Array] = {}
-    try:
-        with _quiet(), context:
-            stored = ocp.metadata(path).metadata
-            if not isinstance(stored, dict):  # orbax logs what is wrong and goes on without
-                raise WeightsError(f"{path}: orbax's description of it is corrupt: convert again")
-            # With partial_load, orbax passes over names that it doesn't find.
-            found = {name: tuple(leaf.shape) for name, leaf in stored.items()}
-            for name in shapes.keys() | found.keys():
-                if shapes.get(name) != found.get(name):
-                    raise WeightsError(
-                        f"{path}: parameter {name!r}: {MANIFEST} says {_shape(shapes.get(name))}, "
-                        f"found {_shape(found.get(name))}: convert again"
-                    )
+
+    def load() -> None:
+        with context:
+            _check_shapes(path, ocp.metadata(path).metadata, shapes)
             for group in _groups(abstract):
                 if progress is not None:
                     progress("loading weights", len(params), len(abstract))
                 params.update(ocp.load(path, {name: abstract[name] for name in group}))
-    except WeightsError:
-        raise
-    except Exception as error:  # orbax and tensorstore raise whatever the defect leads to
-        raise WeightsError(f"{path} can't be read: {_first_line(error)}: convert again") from error
+
+    try:
+        call_orbax(load)
+    except (OrbaxError, OSError) as error:
+        raise WeightsError(f"{path} can't be read: {error}: convert again") from error
     if progress is not None:
         progress("loading weights", len(params), len(abstract))
     return {name: params[name] for name in shapes}  # orbax sorts by name
+
+
+def _check_shapes(path: Path, stored: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightsError unless orbax's own description of the checkpoint agrees with the manifest."""
+    if not isinstance(stored, dict):  # orbax logs what is wrong and goes on without
+        raise WeightsError(f"{path}: orbax's description of it is corrupt: convert again")
+    found = {name: tuple(leaf.shape) for name, leaf in stored.items()}
+    for name in shapes.keys() | found.keys():
+        if shapes.get(name) != found.get(name):
+            raise WeightsError(
+                f"{path}: parameter {name!r}: {MANIFEST} says {_shape(shapes.get(name))}, "
+                f"found {_shape(found.get(name))}: convert again"
+            )
 
 
 def _groups(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
@@ -212,18 +220,6 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def _budget(sizes: Iterable[int]) -> int:
     """Bytes that orbax may have in flight. It refuses an array that is not smaller than this."""
     return max(CONCURRENT_BYTES, max(sizes, default=0) + 1)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep orbax from printing tracebacks of its threads; the error itself reaches the caller."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _first_line(error: Exception) -> str:

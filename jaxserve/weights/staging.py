@@ -95,6 +95,19 @@ def require_space(target: Path, nbytes: int) -> None:
         )
 
 
+def reserve(folder: Path, nbytes: int) -> None:
+    """Raises OSError when the system won't give `nbytes` (disk, quota, file size limit); keeps nothing.
+
+    For a writer that can't be trusted to fail well. Somebody may still take the room in between.
+    """
+    path = folder / "reserved"
+    try:
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def sync_tree(folder: Path) -> None:
     """Have the system put every file and folder below `folder` on the disk."""
     for parent, _, names in folder.walk():

@@ -98,6 +98,9 @@ def test_a_missing_shortened_or_corrupt_file_is_named(written, copy):
         (copy / name).unlink()
         with pytest.raises(WeightsError, match=f"{name} is missing"):
             read_manifest(copy)
+        if not content:
+            (copy / name).touch()
+            continue
         (copy / name).write_bytes(content[:-1])
         with pytest.raises(WeightsError, match=f"{name} has {len(content) - 1} bytes, {len(content)} are"):
             read_manifest(copy)
