@@ -166,8 +166,7 @@ class Engine:
             results = self._runner.fetch(self._in_flight.pop(0))
             now = time.monotonic()
             self._device_wait_s += now - before_s
-            for seq, token_id in self._scheduler.apply(results, now):
-                self._take(seq, token_id, now)
+            self._answer(self._scheduler.apply(results, now), now)
             self._publish()
         else:
             assert plan is not None or not self._live, "live requests, but nothing to launch or to read"
@@ -198,18 +197,19 @@ class Engine:
             return
         self._live[request.request_id] = _Live(self._scheduler.add(request), output)
 
-    def _take(self, seq: Sequence, token_id: int, now: float) -> None:
-        """Turn one sampled id into an event. What goes wrong here ends this request only."""
-        live = self._live[seq.request.request_id]
-        try:
-            text, finish_reason, stop_reason = live.output.add(token_id)
-        except Exception as error:
-            logger.exception("request %s can't go on", seq.request.request_id)
-            self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))
-            return
-        if finish_reason is not None:
-            self._end(live, finish_reason, now, token_ids=(token_id,), text=text, stop_reason=stop_reason)
-        else:
+    def _answer(self, sampled: list[tuple[Sequence, int]], now: float) -> None:
+        """Turn sampled ids into events. What goes wrong with one request's text ends that request only."""
+        for seq, token_id in sampled:
+            live = self._live[seq.request.request_id]
+            try:
+                text, finish_reason, stop_reason = live.output.add(token_id)
+            except Exception as error:
+                logger.exception("request %s can't go on", seq.request.request_id)
+                self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))
+                continue
+            if finish_reason is not None:
+                self._end(live, finish_reason, now, token_ids=(token_id,), text=text, stop_reason=stop_reason)
+                continue
             self._events.append(
                 Event(
                     seq.request.request_id,
@@ -223,7 +223,7 @@ class Engine:
 
     def _abort(self, live: _Live, now: float) -> None:
         try:
-            text = live.output.flush().text
+            text = live.output.flush()
         except Exception as error:
             logger.exception("request %s can't be aborted in order", live.seq.request.request_id)
             self._end(live, "error", now, error=_describe(error))

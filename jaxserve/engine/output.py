@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.detokenizer import IncrementalDetokenizer
 from jaxserve.types import FinishReason, SamplingParams
 
-
-class Output(NamedTuple):
-    """What one token brought. `text` may be empty: a part of a character or of a stop string waits."""
-
-    text: str
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+# What one token brought: text, finish_reason, stop_reason. The text may be empty: a part of a character
+# or of a stop string waits. A plain tuple, because one is made for every token of every request.
+Output = tuple[str, FinishReason | None, str | int | None]
 
 
 class StopMatcher:
@@ -70,7 +64,7 @@ class OutputProcessor:
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]):
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
-        self._stop_token_ids = params.stop_token_ids
+        self._end_ids = self._eos_ids | params.stop_token_ids
         self._max_tokens = params.max_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
@@ -79,31 +73,29 @@ class OutputProcessor:
     def add(self, token_id: int) -> Output:
         """Take the next id. After an Output with a finish_reason nothing more may be added."""
         self._num_tokens += 1
-        if token_id in self._eos_ids:
-            return self._end("", "stop", None)
-        if token_id in self._stop_token_ids:
-            return self._end("", "stop", token_id)
+        if token_id in self._end_ids:
+            return self._end("", "stop", None if token_id in self._eos_ids else token_id)
         text = self._detokenizer.add(token_id)
         if self._matcher is not None:
             text, stop = self._matcher.push(text)
             if stop is not None:
-                return Output(text, "stop", stop)
+                return text, "stop", stop
         if self._num_tokens == self._max_tokens:
             return self._end(text, "length", None)
-        return Output(text)
+        return text, None, None
 
-    def flush(self) -> Output:
+    def flush(self) -> str:
         """The rest of the text when the request ends for a reason outside of it."""
-        return self._end("", "abort", None)
+        return self._end("", "abort", None)[0]
 
     def _end(self, text: str, reason: FinishReason, stop_reason: int | None) -> Output:
         rest = self._detokenizer.finish()
         if self._matcher is None:
-            return Output(text + rest, reason, stop_reason)
+            return text + rest, reason, stop_reason
         rest, stop = self._matcher.push(rest)
         if stop is not None:
-            return Output(text + rest, "stop", stop)
-        return Output(text + rest + self._matcher.flush(), reason, stop_reason)
+            return text + rest, "stop", stop
+        return text + rest + self._matcher.flush(), reason, stop_reason
 
 
 def _failure_table(stop: str) -> list[int]:
