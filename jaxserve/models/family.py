@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,14 +23,26 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One parameter of the decoder: its flat name, its shape, and its parts, joined along axis 0.
+    """One parameter of the decoder: its flat name, its shape, and its parts.
 
-    Fused projections are the only parameters of several parts: qkv is [q; k; v], gate_up is [gate; up].
+    Parts are joined along axis 0 and then reshaped to `shape`: fused projections (qkv is [q; k; v],
+    gate_up is [gate; up]) and all layers of one kind, layer by layer, become one array that way.
+    Parameters made of vectors are kept in float32, those made of matrices in the serving dtype.
     """
 
-    param: str  # "layers.3.attention.qkv.weight"
+    param: str  # "layers.attention.qkv.weight"
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+
+def stack_layers(param: str, num_layers: int, parts: list[Part]) -> WeightRule:
+    """The rule of a parameter [L, ...]; `parts` are those of one layer, "{}" in a name is its index."""
+    rows = sum(part.shape[0] for part in parts)
+    return WeightRule(
+        param,
+        (num_layers, rows, *parts[0].shape[1:]),
+        tuple(replace(part, name=part.name.format(i)) for i in range(num_layers) for part in parts),
+    )
 
 
 class Family(Protocol):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import LayerConfig, ModelConfig
-from jaxserve.models.family import Part, WeightRule
+from jaxserve.models.family import Part, WeightRule, stack_layers
 from jaxserve.models.metadata import Metadata, refuse
 from jaxserve.weights.source import TensorSource
 
@@ -133,32 +135,31 @@ def rules(format: str, config: ModelConfig) -> list[WeightRule]:
     gguf = format == "gguf"
     n = _GGUF if gguf else _HF
 
-    def one(param: str, source: str, *shape: int) -> WeightRule:
-        return WeightRule(param, shape, (Part(source, shape),))
+    L, at = config.num_layers, "blk.{}." if gguf else "model.layers.{}."
+    offset = None if gguf else _plus_one
 
-    def norm(param: str, source: str, size: int) -> WeightRule:
-        return WeightRule(param, (size,), (Part(source, (size,), None if gguf else _plus_one),))
+    def one(param: str, part: Part) -> WeightRule:
+        return WeightRule(param, part.shape, (replace(part, name=n[part.name]),))
 
-    out = [one("embedding.weight", n["embedding"], V, H)]
-    for i in range(config.num_layers):
-        to, at = f"layers.{i}.", f"blk.{i}." if gguf else f"model.layers.{i}."
-        qkv = (Part(at + n["q"], (q, H)), Part(at + n["k"], (kv, H)), Part(at + n["v"], (kv, H)))
-        gate_up = (Part(at + n["gate"], (I, H)), Part(at + n["up"], (I, H)))
-        out += [
-            norm(to + "attention_norm.weight", at + n["attention_norm"], H),
-            WeightRule(to + "attention.qkv.weight", (q + 2 * kv, H), qkv),
-            norm(to + "attention.q_norm.weight", at + n["q_norm"], D),
-            norm(to + "attention.k_norm.weight", at + n["k_norm"], D),
-            one(to + "attention.out.weight", at + n["out"], H, q),
-            norm(to + "post_attention_norm.weight", at + n["post_attention_norm"], H),
-            norm(to + "mlp_norm.weight", at + n["mlp_norm"], H),
-            WeightRule(to + "mlp.gate_up.weight", (2 * I, H), gate_up),
-            one(to + "mlp.down.weight", at + n["down"], H, I),
-            norm(to + "post_mlp_norm.weight", at + n["post_mlp_norm"], H),
-        ]
-    out.append(norm("final_norm.weight", n["final_norm"], H))
+    def stacked(param: str, *parts: Part) -> WeightRule:
+        return stack_layers("layers." + param, L, [replace(part, name=at + n[part.name]) for part in parts])
+
+    out = [
+        one("embedding.weight", Part("embedding", (V, H))),
+        stacked("attention_norm.weight", Part("attention_norm", (H,), offset)),
+        stacked("attention.qkv.weight", Part("q", (q, H)), Part("k", (kv, H)), Part("v", (kv, H))),
+        stacked("attention.q_norm.weight", Part("q_norm", (D,), offset)),
+        stacked("attention.k_norm.weight", Part("k_norm", (D,), offset)),
+        stacked("attention.out.weight", Part("out", (H, q))),
+        stacked("post_attention_norm.weight", Part("post_attention_norm", (H,), offset)),
+        stacked("mlp_norm.weight", Part("mlp_norm", (H,), offset)),
+        stacked("mlp.gate_up.weight", Part("gate", (I, H)), Part("up", (I, H))),
+        stacked("mlp.down.weight", Part("down", (H, I))),
+        stacked("post_mlp_norm.weight", Part("post_mlp_norm", (H,), offset)),
+        one("final_norm.weight", Part("final_norm", (H,), offset)),
+    ]
     if not config.tie_embeddings:
-        out.append(one("lm_head.weight", n["lm_head"], V, H))
+        out.append(one("lm_head.weight", Part("lm_head", (V, H))))
     return out
 
 

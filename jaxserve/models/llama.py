@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxserve.models.config import LayerConfig, ModelConfig
-from jaxserve.models.family import Part, WeightRule
+from jaxserve.models.family import Part, WeightRule, stack_layers
 from jaxserve.models.metadata import Metadata, refuse
 from jaxserve.weights.source import TensorSource
 
@@ -100,35 +102,37 @@ def rules(format: str, config: ModelConfig) -> list[WeightRule]:
     q_order = _half_split(config.num_heads) if gguf else None
     k_order = _half_split(config.num_kv_heads) if gguf else None
 
+    n = _GGUF if gguf else _HF
+    L, at = config.num_layers, "blk.{}." if gguf else "model.layers.{}."
+
     def one(param: str, source: str, *shape: int) -> WeightRule:
         return WeightRule(param, shape, (Part(source, shape),))
 
-    out = [one("embedding.weight", "token_embd.weight" if gguf else "model.embed_tokens.weight", V, H)]
-    for i in range(config.num_layers):
-        to = f"layers.{i}."
-        at = f"blk.{i}." if gguf else f"model.layers.{i}."
-        n = _GGUF_LAYER if gguf else _HF_LAYER
-        qkv = (
-            Part(at + n["q"], (q, H), q_order),
-            Part(at + n["k"], (kv, H), k_order),
-            Part(at + n["v"], (kv, H)),
-        )
-        gate_up = (Part(at + n["gate"], (I, H)), Part(at + n["up"], (I, H)))
-        out += [
-            one(to + "attention_norm.weight", at + n["attention_norm"], H),
-            WeightRule(to + "attention.qkv.weight", (q + 2 * kv, H), qkv),
-            one(to + "attention.out.weight", at + n["out"], H, q),
-            one(to + "mlp_norm.weight", at + n["mlp_norm"], H),
-            WeightRule(to + "mlp.gate_up.weight", (2 * I, H), gate_up),
-            one(to + "mlp.down.weight", at + n["down"], H, I),
-        ]
-    out.append(one("final_norm.weight", "output_norm.weight" if gguf else "model.norm.weight", H))
+    def stacked(param: str, *parts: Part) -> WeightRule:
+        return stack_layers("layers." + param, L, [replace(part, name=at + n[part.name]) for part in parts])
+
+    out = [
+        one("embedding.weight", n["embedding"], V, H),
+        stacked("attention_norm.weight", Part("attention_norm", (H,))),
+        stacked(
+            "attention.qkv.weight",
+            Part("q", (q, H), q_order), Part("k", (kv, H), k_order), Part("v", (kv, H)),
+        ),
+        stacked("attention.out.weight", Part("out", (H, q))),
+        stacked("mlp_norm.weight", Part("mlp_norm", (H,))),
+        stacked("mlp.gate_up.weight", Part("gate", (I, H)), Part("up", (I, H))),
+        stacked("mlp.down.weight", Part("down", (H, I))),
+        one("final_norm.weight", n["final_norm"], H),
+    ]  # fmt: skip
     if not config.tie_embeddings:
-        out.append(one("lm_head.weight", "output.weight" if gguf else "lm_head.weight", V, H))
+        out.append(one("lm_head.weight", n["lm_head"], V, H))
     return out
 
 
-_GGUF_LAYER = {
+_GGUF = {
+    "embedding": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "lm_head": "output.weight",
     "attention_norm": "attn_norm.weight",
     "q": "attn_q.weight",
     "k": "attn_k.weight",
@@ -139,7 +143,10 @@ _GGUF_LAYER = {
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
 }
-_HF_LAYER = {
+_HF = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
     "attention_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",

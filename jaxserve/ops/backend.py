@@ -21,7 +21,7 @@ class Backend:
     attention_name: str
     linear_name: str
     attention: Callable[..., jax.Array]  # paged_attention_xla's signature
-    linear: Callable[[jax.Array, jax.Array], jax.Array]  # linear_xla's signature
+    linear: Callable[..., jax.Array]  # linear_xla's signature
 
 
 XLA = Backend("xla", "xla", paged_attention_xla, linear_xla)

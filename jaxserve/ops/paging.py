@@ -1,7 +1,7 @@
 """Where a token's keys and values lie in the paged pool, and writing them there.
 
-A layer's pool is flat: [num_pages * page_size, K, D]. Page 0 is the trash page: padding writes there
-and nothing reads it.
+A pool is [L, num_pages * page_size, K, D]: pages are flat, a token's index is page * page_size + offset.
+Page 0 is the trash page: padding writes there and nothing reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def write_indices(
     return jnp.where(valid, pages * page_size + positions % page_size, 0)
 
 
-def write_kv(pool: jax.Array, new: jax.Array, indices: jax.Array) -> jax.Array:
-    """`pool` [pages * page_size, K, D] with `new` [B, Q, K, D] at `indices` [B, Q], in place if donated."""
+def write_kv(pool: jax.Array, layer: jax.Array, new: jax.Array, indices: jax.Array) -> jax.Array:
+    """`pool` [L, pages * page_size, K, D] with `new` [B, Q, K, D] at `indices` [B, Q] of `layer`.
+
+    In place where the pool is donated to the step.
+    """
     flat = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
-    return pool.at[indices.reshape(-1)].set(flat, mode="promise_in_bounds")
+    return pool.at[layer, indices.reshape(-1)].set(flat, mode="promise_in_bounds")

@@ -160,7 +160,7 @@ def load_checkpoint_params(
     shapes = (manifest or read_manifest(folder)).shapes
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = {
-        name: jax.ShapeDtypeStruct(shape, param_dtype(shape, dtype), sharding=sharding)
+        name: jax.ShapeDtypeStruct(shape, param_dtype(name, shape, dtype), sharding=sharding)
         for name, shape in shapes.items()
     }
     path = (folder / PARAMS).absolute()

@@ -38,8 +38,8 @@ def convert(
     _check_target(dst, overwrite)
     model = open_model(src, checkpoints=checkpoints)
     try:
-        shapes = model.param_shapes.values()
-        nbytes = sum(prod(shape) * param_dtype(shape, dtype).itemsize for shape in shapes)
+        shapes = model.param_shapes.items()
+        nbytes = sum(prod(shape) * param_dtype(name, shape, dtype).itemsize for name, shape in shapes)
         require_space(dst, nbytes + OVERHEAD_BYTES)
         with staging_folder(dst) as staging:
             work = staging / dst.name

@@ -28,9 +28,10 @@ def serving_dtype(name: str) -> np.dtype:
     return jnp.dtype(name)
 
 
-def param_dtype(shape: Sequence[int], dtype: str) -> np.dtype:
-    """What a parameter is kept in: vectors (norms, biases) stay float32, the others take `dtype`."""
-    return np.dtype(np.float32) if len(shape) <= 1 else serving_dtype(dtype)
+def param_dtype(name: str, shape: Sequence[int], dtype: str) -> np.dtype:
+    """What a parameter is kept in: vectors and the norms of all layers stay float32, others take `dtype`."""
+    vector = len(shape) <= 1 or name.endswith("norm.weight")
+    return np.dtype(np.float32) if vector else serving_dtype(dtype)
 
 
 def load_params(
@@ -53,10 +54,17 @@ def load_params(
     check_tensors(source, rules, ignored)
     place = place or partial(jax.device_put, device=jax.devices()[0])
     params: dict[str, jax.Array] = {}
-    for i, rule in enumerate(rules):
+    total, done = sum(len(rule.parts) for rule in rules), 0
+
+    def read_part() -> None:
+        nonlocal done
         if progress is not None:
-            progress("loading weights", i, len(rules))
-        params[rule.param] = place(_read_param(source, rule, param_dtype(rule.shape, dtype)))
+            progress("loading weights", done, total)
+        done += 1
+
+    for rule in rules:
+        dtype_ = param_dtype(rule.param, rule.shape, dtype)
+        params[rule.param] = place(_read_param(source, rule, dtype_, read_part))
     if progress is not None:
         progress("loading weights", len(rules), len(rules))
     return params
@@ -96,17 +104,22 @@ def _count(names: Sequence[str], what: str) -> str:
     return f"{len(names)} tensor{'s'[:len(names) > 1]} {what}: {shown}{more}"
 
 
-def _read_param(source: TensorSource, rule: WeightRule, dtype: np.dtype) -> np.ndarray:
+def _read_param(
+    source: TensorSource, rule: WeightRule, dtype: np.dtype, started: Callable[[], None]
+) -> np.ndarray:
+    """The whole parameter; `started` is called before each part is read."""
     out = aligned_empty(rule.shape, dtype)
     if len(rule.parts) == 1:
-        _read_part(source, rule.parts[0], out)
+        started()
+        _read_part(source, rule.parts[0], out.reshape(rule.parts[0].shape))
         return out
-    row = 0
+    joined, row = out.reshape(-1, *rule.parts[0].shape[1:]), 0  # a view: `out` is contiguous
     for part in rule.parts:
+        started()
         rows = part.shape[0]
-        _read_part(source, part, out[row : row + rows])
+        _read_part(source, part, joined[row : row + rows])
         row += rows
-    if row != rule.shape[0]:
+    if row != joined.shape[0]:
         raise ValueError(f"{rule.param}: its parts have {row} rows, its shape is {rule.shape}")
     return out
 

@@ -10,25 +10,26 @@ BLOCK_TOKENS = 128  # keys handled per round of the loop: enough for a full dot,
 
 def paged_attention_xla(
     q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
-    k_pool: jax.Array,  # [pages * page_size, K, D]
-    v_pool: jax.Array,  # [pages * page_size, K, D]
+    k_pool: jax.Array,  # [L, pages * page_size, K, D]
+    v_pool: jax.Array,  # [L, pages * page_size, K, D]
+    layer: jax.Array,  # [] int32 which layer's pages to read
+    window: jax.Array,  # [] int32 a query at position p sees keys in (p - window, p]
     page_table: jax.Array,  # [B, P] entries past the context are ignored
     context_lens: jax.Array,  # [B] tokens in cache, this step's included
     query_lens: jax.Array,  # [B] 0 marks an empty row
     *,
     page_size: int,
     scale: float,
-    window: int | None = None,
 ) -> jax.Array:  # [B, Q, N, D]
     """Causal attention over a paged cache, by blocks of keys with an online softmax in float32.
 
-    Query i of a row is at position context_len - query_len + i and sees keys in (position - window,
-    position], or all up to its position without a window. Padding queries return 0. The loop runs from
-    the first block any row can see to the longest live context, so cost follows the live context.
+    Query i of a row is at position context_len - query_len + i. A layer without a window passes one that
+    no context reaches. Padding queries return 0. The loop runs from the first block that any row can see
+    to the longest live context, so cost follows the live context.
     Sources: Kwon et al. 2023, arXiv:2309.06180 (paging); Milakov & Gimelshein 2018, arXiv:1805.02867.
     """
     B, Q, N, D = q.shape
-    K = k_pool.shape[1]
+    K = k_pool.shape[2]
     G = N // K
     num_columns = page_table.shape[1]
     block_pages = max(1, min(BLOCK_TOKENS // page_size, num_columns))
@@ -40,7 +41,7 @@ def paged_attention_xla(
     queries = q.reshape(B, Q, K, G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, D)
 
     last = jnp.max(jnp.where(live, context_lens, 0))
-    first = 0 if window is None else jnp.min(jnp.where(live, jnp.maximum(starts - window + 1, 0), last))
+    first = jnp.min(jnp.where(live, jnp.maximum(starts - window + 1, 0), last))
 
     def body(i, carry):
         peak, total, out = carry  # [B, K, GQ], [B, K, GQ], [B, K, GQ, D]
@@ -50,12 +51,11 @@ def paged_attention_xla(
         key_positions = i * block + jnp.arange(block)
         readable = key_positions < context_lens[:, None]  # [B, T]
         index = jnp.where(readable, index, 0)
-        k, v = k_pool[index], v_pool[index]  # [B, T, K, D]
+        k, v = k_pool[layer, index], v_pool[layer, index]  # [B, T, K, D]
         v = jnp.where(readable[:, :, None, None], v, 0)  # the trash page may hold anything, NaN included
         scores = scale * jnp.einsum("bkqd,btkd->bkqt", queries, k, preferred_element_type=jnp.float32)
         seen = key_positions <= positions[:, :, None]  # [B, Q, T]
-        if window is not None:
-            seen &= key_positions > positions[:, :, None] - window
+        seen &= key_positions > positions[:, :, None] - window
         seen &= readable[:, None, :] & (jnp.arange(Q) < query_lens[:, None])[:, :, None]
         seen = jnp.broadcast_to(seen[:, None, None], (B, K, G, Q, block)).reshape(scores.shape)
         scores = jnp.where(seen, scores, -jnp.inf)

@@ -1,0 +1,60 @@
+"""A Step as one packed int32 array: a single small upload a launch.
+
+A prefill row   | slot start query_len sample has_params first_page num_pages | params | pages | tokens |
+A decode row    | slot start query_len first_page num_pages page |
+
+Padding rows point at the trash slot with query_len 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.plan import Row, Step
+from jaxserve.runtime.state import NUM_PARAMS, pack_params
+
+SLOT, START, QUERY_LEN, SAMPLE, HAS_PARAMS, FIRST_PAGE, NUM_PAGES = range(7)
+PREFILL_HEADER = 7
+D_SLOT, D_START, D_QUERY_LEN, D_FIRST_PAGE, D_NUM_PAGES, D_PAGE = range(6)
+DECODE_COLUMNS = 6
+
+
+def packed_shape(kind: str, batch: int, queries: int, config: EngineConfig) -> tuple[int, int]:
+    """Shape of the array that `pack` makes."""
+    if kind == "decode":
+        return batch, DECODE_COLUMNS
+    return batch, PREFILL_HEADER + NUM_PARAMS + config.pages_per_seq + queries
+
+
+def pack(step: Step, config: EngineConfig) -> np.ndarray:
+    """`step`, padded to its rectangle. A new array each time: the device may read it in place."""
+    packed = np.zeros(packed_shape(step.kind, step.batch, step.queries, config), np.int32)
+    packed[len(step.rows) :, SLOT] = config.max_num_seqs  # SLOT and D_SLOT are the same column
+    if step.kind == "decode":
+        packed[: len(step.rows)] = [_decode_row(row) for row in step.rows]
+    else:
+        for out, row in zip(packed, step.rows):
+            _fill_prefill_row(out, row, config)
+    return packed
+
+
+def _decode_row(row: Row) -> tuple[int, ...]:
+    assert len(row.new_pages) <= 1, "one decoded token needs at most one new page"
+    page = row.new_pages[0] if row.new_pages else 0
+    return row.slot, row.start, 1, row.first_page, len(row.new_pages), page
+
+
+def _fill_prefill_row(out: np.ndarray, row: Row, config: EngineConfig) -> None:
+    assert row.tokens is not None
+    out[:PREFILL_HEADER] = (
+        row.slot, row.start, row.query_len, row.sample, row.params is not None,
+        row.first_page, len(row.new_pages),
+    )  # fmt: skip
+    at = PREFILL_HEADER
+    if row.params is not None:
+        out[at : at + NUM_PARAMS] = pack_params(row.params)
+    at += NUM_PARAMS
+    out[at : at + len(row.new_pages)] = row.new_pages
+    at += config.pages_per_seq
+    out[at : at + row.query_len] = row.tokens

@@ -1,0 +1,131 @@
+"""The device side of the engine: every step compiled ahead, launched without waiting, fetched later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.plan import Plan, Step, StepResult
+from jaxserve.errors import WeightsError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import DType, abstract_decoder
+from jaxserve.ops.backend import Backend
+from jaxserve.runtime import batch as layout
+from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
+from jaxserve.runtime.step import make_step
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+Key = tuple[str, int, int]  # kind, B, Q
+Handle = list[tuple[Step, jax.Array]]
+
+
+class ModelRunner:
+    """Owns the weights, the KV pool and the slot state on the device. See engine/plan.py: Runner.
+
+    The constructor compiles all of `shapes(config)`; nothing is compiled afterwards, and a step of
+    another shape raises. Not thread-safe: the engine thread is its only user.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: dict[str, jax.Array],
+        config: EngineConfig,
+        backend: Backend,
+        *,
+        dtype: DType,
+        progress: Progress | None = None,
+    ):
+        self.model, self.config, self.backend = model, config, backend
+        decoder = abstract_decoder(model, dtype)
+        self._leaves = order_params(decoder, params)
+        kv, state = kv_shapes(model, config, dtype), state_shapes(config)
+        self._steps = compile_steps(decoder, self._leaves, kv, state, config, backend, progress)
+        self._kv: Any = zeros(kv)
+        self._state: Any = zeros(state)
+
+    def launch(self, plan: Plan) -> Handle:
+        """Start the plan's steps on the device, in order, and the copies of their ids to the host."""
+        handle: Handle = []
+        for step in plan.steps:
+            compiled = self._steps[step.kind, step.batch, step.queries]
+            packed = layout.pack(step, self.config)
+            self._kv, self._state, ids = compiled(self._leaves, self._kv, self._state, packed)
+            ids.copy_to_host_async()
+            handle.append((step, ids))
+        return handle
+
+    def fetch(self, handle: Handle) -> tuple[StepResult, ...]:
+        """Wait for the ids of a launch."""
+        return tuple(StepResult(tuple(np.asarray(ids)[: len(step.rows)].tolist())) for step, ids in handle)
+
+
+def shapes(config: EngineConfig) -> list[Key]:
+    """Every step that the engine can ask for, the costliest to compile first."""
+    prefill = [("prefill", batch, queries) for batch, queries in config.prefill_buckets]
+    decode = [("decode", batch, 1) for batch in config.decode_buckets]
+    return sorted(prefill + decode, key=lambda key: -key[1] * key[2])
+
+
+def order_params(decoder: Any, params: dict[str, jax.Array]) -> list[jax.Array]:
+    """`params` as the flat leaves that `make_step` takes, each of the shape that the decoder names."""
+    leaves = []
+    wanted = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.split(decoder)[1])}
+    if missing := sorted(wanted.keys() - params.keys()):
+        raise WeightsError(f"parameters missing: {', '.join(missing[:5])} ({len(missing)} in all)")
+    if extra := sorted(params.keys() - wanted.keys()):
+        raise WeightsError(f"parameters unknown to the model: {', '.join(extra[:5])} ({len(extra)} in all)")
+    for name, leaf in wanted.items():
+        found = params[name]
+        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise WeightsError(
+                f"{name}: expected {leaf.dtype}{list(leaf.shape)}, found {found.dtype}{list(found.shape)}"
+            )
+        leaves.append(found)
+    return leaves
+
+
+def compile_steps(
+    decoder: Any,
+    leaves: list[jax.Array],
+    kv: Any,
+    state: Any,
+    config: EngineConfig,
+    backend: Backend,
+    progress: Progress | None = None,
+) -> dict[Key, Any]:
+    """Lower and compile every shape, several at a time. `leaves`, `kv` and `state` may be abstract."""
+    keys = shapes(config)
+    steps = {
+        kind: jax.jit(make_step(kind, decoder, config, backend), donate_argnums=(1, 2))
+        for kind in ("prefill", "decode")
+    }
+    abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def compile_one(key: Key) -> Any:
+        packed = jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
+        return steps[key[0]].lower(abstract, kv, state, packed).compile()
+
+    began = time.monotonic()
+    compiled: dict[Key, Any] = {}
+    # Tracing holds the interpreter's lock and XLA's compiler doesn't: threads overlap the two.
+    with ThreadPoolExecutor(max_workers=max(2, min(8, os.cpu_count() or 2))) as pool:
+        futures = {pool.submit(compile_one, key): key for key in keys}
+        for count, future in enumerate(as_completed(futures), 1):
+            compiled[futures[future]] = future.result()
+            if progress is not None:
+                progress("compiling steps", count, len(keys))
+    log.info("compiled %d steps in %.1f s", len(keys), time.monotonic() - began)
+    return compiled

@@ -1,0 +1,75 @@
+"""What lives on the device between steps: the KV pool, and the decode state by slot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import DType, KVCache
+from jaxserve.ops.sampling import SamplingState
+from jaxserve.types import SamplingParams
+
+# Columns of a slot's sampling parameters, int32; floats and the seed's halves by their bits.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED_HIGH, SEED_LOW = range(6)
+NUM_PARAMS = 6
+
+
+class SlotState(NamedTuple):
+    """By slot. Row `max_num_seqs` is the trash slot, which padding rows read and write."""
+
+    last_id: jax.Array  # [S + 1] int32, sampled last: the input of the slot's next decode
+    page_table: jax.Array  # [S + 1, P] int32
+    params: jax.Array  # [S + 1, NUM_PARAMS] int32
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype: DType) -> int:
+    """Bytes of keys and values of one position in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
+
+
+def kv_shapes(model: ModelConfig, config: EngineConfig, dtype: DType) -> KVCache:
+    """The pool as ShapeDtypeStructs."""
+    positions = config.num_pages * config.page_size
+    shape = (model.num_layers, positions, model.num_kv_heads, model.head_dim)
+    return KVCache(*(jax.ShapeDtypeStruct(shape, dtype),) * 2)  # type: ignore[arg-type]
+
+
+def state_shapes(config: EngineConfig) -> SlotState:
+    """Shapes of the slot state, trash slot included."""
+    slots = config.max_num_seqs + 1
+    rows = (slots,), (slots, config.pages_per_seq), (slots, NUM_PARAMS)
+    return SlotState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in rows))  # type: ignore[arg-type]
+
+
+def zeros(shapes: KVCache | SlotState) -> KVCache | SlotState:
+    """Fresh device arrays of `shapes`."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def pack_params(params: SamplingParams) -> np.ndarray:
+    """A slot's row of `SlotState.params`."""
+    row = np.zeros(NUM_PARAMS, np.int32)
+    row[[TEMPERATURE, TOP_P, MIN_P]] = np.array(
+        [params.temperature, params.top_p, params.min_p], np.float32
+    ).view(np.int32)
+    row[TOP_K] = min(params.top_k, np.iinfo(np.int32).max)
+    seed = params.seed & 0xFFFFFFFFFFFFFFFF
+    row[[SEED_HIGH, SEED_LOW]] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    return row
+
+
+def unpack_params(rows: jax.Array) -> SamplingState:
+    """The sampling parameters of `rows` [B, NUM_PARAMS], on the device."""
+    as_float = lambda column: jax.lax.bitcast_convert_type(rows[:, column], jnp.float32)
+    return SamplingState(
+        temperature=as_float(TEMPERATURE),
+        top_k=rows[:, TOP_K],
+        top_p=as_float(TOP_P),
+        min_p=as_float(MIN_P),
+        seed=jax.lax.bitcast_convert_type(rows[:, SEED_HIGH : SEED_LOW + 1], jnp.uint32),
+    )
