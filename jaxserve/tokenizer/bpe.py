@@ -47,7 +47,8 @@ class BpeTokenizer(TableTokenizer):
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         tokenizer = self._tokenizer if parse_special else self._unparsed
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        # A batch of one: unlike `encode`, it leaves other threads running, and it tracks no offsets.
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @cached_property
     def _unparsed(self) -> Tokenizer:

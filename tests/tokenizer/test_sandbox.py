@@ -8,6 +8,8 @@ from jaxserve.errors import JaxserveError, TokenizerError
 from jaxserve.tokenizer import sandbox
 from jaxserve.tokenizer.chat import ChatTemplate
 
+# Every way to say no, but not that memory ran out.
+REFUSED = r"more than \d+ (steps|characters)|not supported|RecursionError|number of about \d+ bits"
 HI = [{"role": "user", "content": "hi"}]
 GROW = (
     "{%% set ns = namespace(a='0123456789') %%}{%% for i in range(60) %%}{%% set ns.a = %s %%}{%% endfor %%}"
@@ -76,11 +78,11 @@ def test_a_hidden_attribute_is_undefined(source):
         "{{ 'x' | center(10**10) }}",
         "{{ 'x'.ljust(10**10) }}",
         "{{ ['x'] | map('center', 10**10) | list }}",
-        "{{ '%1000000000d' % 1 }}",
+        "{{ '%1000000000000d' % 1 }}",
         "{{ '%*d' % (10**9, 1) }}",
-        "{{ '%1000000000d' | format(1) }}",
-        "{{ '{:1000000000}'.format(1) }}",
-        "{{ '{:{}}'.format(1, 10**9) }}",
+        "{{ '%1000000000000d' | format(1) }}",
+        "{{ '{:1000000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**12) }}",
         MILLION + "{{ a.replace('a', a) }}",
         MILLION + "{{ a | replace('a', a) }}",
         MILLION + "{{ a.join(['a'] * 1000000) }}",
@@ -96,7 +98,7 @@ def test_a_hidden_attribute_is_undefined(source):
     ids=lambda source: source[:70],
 )
 def test_a_template_that_costs_too_much_is_refused_before_it_does(source):
-    with pytest.raises(TokenizerError, match=r"refused|not supported"):
+    with pytest.raises(TokenizerError, match=REFUSED):
         render(source)
 
 
