@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxserve.errors import ContextLengthError, ModelNotFoundError, RequestError
 from jaxserve.server.openai import Generation, loads, parse_chat, parse_completion
 from jaxserve.server.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
+from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.types import SamplingParams
 from tests.fakes import BOS, FakeTokenizer
 from tests.server.running import MODEL, served_model, text_prompt
@@ -272,6 +273,16 @@ def test_bos_is_put_before_text_once_and_never_before_ids():
     assert ids("hi") == (BOS, *text_ids)
     assert ids("<bos>hi") == (BOS, *text_ids)
     assert ids(list(text_ids)) == text_ids
+
+
+def test_a_chat_template_that_writes_bos_does_not_make_it_two():
+    tokenizer = FakeTokenizer()
+    tokenizer.add_bos = True
+    for source in ("{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"):
+        template = ChatTemplate(source, bos_token="<bos>", eos_token="<eos>")
+        served = served_model(tokenizer=tokenizer, chat_template=template)
+        ids = parse_chat({"messages": MESSAGES}, served, 0.0).requests[0].prompt_ids
+        assert ids == (BOS, *tokenizer.encode("hello"))
 
 
 def test_content_may_be_a_string_text_parts_or_null():
