@@ -114,14 +114,20 @@ class Engine:
     def stop(self, timeout_s: float = 0.0) -> bool:
         """Drain, then end the engine thread. Returns whether all requests ended by themselves.
 
-        A device that hangs can't keep the process: the thread is a daemon and is left behind after GRACE_S.
+        A device that hangs keeps neither clients nor the process: GRACE_S after the deadline the requests
+        are ended with an error, and the thread, a daemon, is left behind.
         """
         ended_well = self.drain(timeout_s)
         self._intake.stop()
         if self._thread is not None:
-            self._thread.join(GRACE_S)
+            self._thread.join(GRACE_S if self._intake.wait_settled(0) else 0)
             ended_well = ended_well and not self._thread.is_alive()
-        self._intake.close("stopped")
+        now = time.monotonic()
+        message = f"the engine was stopped, and the device did not answer for {GRACE_S:g} s"
+        left = [_last_event(r, None, "error", now, error=message) for r in self._intake.close("stopped")]
+        if left:
+            self._deliver(left)
+            self._intake.settle()
         return ended_well
 
     # From the engine thread, or from the one caller that drives an engine without a thread.
@@ -166,6 +172,8 @@ class Engine:
             results = self._runner.fetch(self._in_flight.pop(0))
             now = time.monotonic()
             self._device_wait_s += now - before_s
+            if self._intake.is_dead:
+                return  # stop() gave this thread up and has told everybody
             self._answer(self._scheduler.apply(results, now), now)
             self._publish()
         else:

@@ -134,9 +134,10 @@ class Intake:
         """The commands since the last call, and whether the deadline of draining has passed."""
         with self._changed:
             commands, self._commands = self._commands, []
-            # Until the scheduler reports them they count as waiting, so that none is missed or counted twice.
-            self._stats = replace(self._stats, num_waiting=self._stats.num_waiting + self._num_arriving)
-            self._num_arriving = 0
+            if self._num_arriving:
+                # Until the scheduler reports them they count as waiting: none is missed or counted twice.
+                self._stats = replace(self._stats, num_waiting=self._stats.num_waiting + self._num_arriving)
+                self._num_arriving = 0
             return commands, self._deadline_s is not None and now >= self._deadline_s
 
     def publish(self, stats: EngineStats, num_vacant: int, ended_ids: Iterable[str]) -> None:
@@ -145,7 +146,7 @@ class Intake:
             self._stats = stats
             self._num_vacant = num_vacant
             for request_id in ended_ids:
-                del self._requests[request_id]
+                self._requests.pop(request_id, None)
 
     def settle(self) -> None:
         """The events published so far are delivered."""
@@ -160,7 +161,7 @@ class Intake:
             if self._state != "dead":
                 self._state, self._reason = "dead", reason
             for request_id in ended_ids:
-                del self._requests[request_id]
+                self._requests.pop(request_id, None)
             left = list(self._requests.values())
             self._requests.clear()
             self._commands.clear()

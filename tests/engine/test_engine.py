@@ -356,6 +356,22 @@ def test_draining_again_brings_the_deadline_forward(engine, inbox, runner):
     assert inbox.last("a").finish_reason == "abort"
 
 
+def test_a_device_that_hangs_keeps_no_client_and_no_process(engine, inbox, runner, monkeypatch):
+    monkeypatch.setattr("jaxserve.engine.engine.GRACE_S", 0.1)
+    runner.gate.clear()
+    for number in range(6):
+        engine.submit(request(str(number)))
+    while not engine.stats().num_steps.get("prefill"):
+        time.sleep(0.001)
+    assert not engine.stop(0)
+    told = {str(number): inbox.last(str(number)) for number in range(6)}
+    assert {event.finish_reason for event in told.values()} <= {"error", "abort"}
+    assert "did not answer" in told["0"].error
+    runner.gate.set()
+    engine._thread.join(PATIENCE_S)
+    assert {name: events[-1] for name, events in inbox.events.items()} == told
+
+
 def test_an_engine_without_a_thread_drains_too(inbox, runner):
     engine = Engine(CONFIG, runner, TOKENIZER, deliver=inbox.deliver)
     with pytest.raises(UnavailableError, match="starting"):
