@@ -1,0 +1,136 @@
+"""The only wiring: files -> weights and tokenizer -> runner -> engine. Front ends take it from there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.ops.backend import choose
+from jaxserve.runtime.compilations import CompilationCounter
+from jaxserve.runtime.memory import default_kv_budget, fit_pool
+from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.state import kv_bytes_per_token
+from jaxserve.tokenizer.base import Tokenizer
+from jaxserve.tokenizer.chat import ChatTemplate, chat_template
+from jaxserve.types import Event
+from jaxserve.weights.model_files import open_model
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """What a user may choose. Fields are named as the flags of `jaxserve serve`; None means a default."""
+
+    model: str  # a name in checkpoints/, a .gguf file, or a folder
+    dtype: str = "auto"  # of weights, activations and KV cache
+    max_model_len: int | None = None
+    max_num_seqs: int = EngineConfig.max_num_seqs
+    max_num_batched_tokens: int = EngineConfig.max_prefill_tokens
+    max_num_queued_reqs: int = EngineConfig.max_num_queued
+    block_size: int = EngineConfig.page_size
+    kv_cache_memory: int | None = None  # bytes
+    attention_backend: str = "auto"
+    linear_backend: str = "auto"
+    compile_cache: Path | None = None
+    chat_template: Path | None = None  # in place of the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A model that serves: the engine is started, and its owner stops it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    config: EngineConfig
+    model_name: str
+    vocab_size: int
+    compilations_after_warmup: Callable[[], int]
+
+
+def load_engine(
+    options: LaunchOptions,
+    *,
+    deliver: Callable[[list[Event]], None],
+    progress: Progress | None = None,
+) -> LoadedEngine:
+    """Load the model, size the pool, compile every step, and start the engine around them.
+
+    Raises WeightsError, TokenizerError or ConfigError, whose texts are for the user.
+    """
+    use_compile_cache(options.compile_cache)
+    files = open_model(options.model)
+    try:
+        tokenizer = files.load_tokenizer()
+        source = _template_source(options.chat_template) or files.chat_template()
+        template = None if source is None else chat_template(tokenizer, source)
+        backend = choose(options.attention_backend, options.linear_backend)
+        dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+        params = files.load_params(dtype, progress)
+        model, name = files.config, files.name
+    finally:
+        files.close()
+
+    bytes_per_token = kv_bytes_per_token(model, dtype)
+    num_pages, max_model_len = fit_pool(
+        budget=default_kv_budget() if options.kv_cache_memory is None else options.kv_cache_memory,
+        bytes_per_token=bytes_per_token,
+        page_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        max_position=model.max_position,
+    )
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        page_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_queued=options.max_num_queued_reqs,
+        max_prefill_tokens=options.max_num_batched_tokens,
+    )
+    log.info(
+        "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d",
+        name, dtype, jax.devices()[0], backend.attention_name, backend.linear_name,
+        num_pages, config.page_size, bytes_per_token, max_model_len,
+    )  # fmt: skip
+    runner = ModelRunner(model, params, config, backend, dtype=dtype, progress=progress)
+    counter = CompilationCounter()
+    engine = Engine(config, runner, tokenizer, deliver=deliver, vocab_size=model.vocab_size)
+    engine.start()
+    return LoadedEngine(
+        engine, tokenizer, template, config, name, model.vocab_size, lambda: counter.count
+    )
+
+
+def use_compile_cache(folder: Path | None) -> None:
+    """Keep compiled steps in `folder`, by default the user's cache folder, for the next start."""
+    if folder is None:
+        cache_home = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(cache_home) if cache_home else Path.home() / ".cache") / "jaxserve" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compile_cache={folder}: {error.strerror}; name a folder to write to") from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _template_source(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={path} can't be read: {error}") from error
