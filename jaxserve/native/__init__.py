@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 
+import jax
+
 from jaxserve.native.library import NativeUnavailable, load
 from jaxserve.native.ops import linear, paged_attention
 from jaxserve.native.selftest import WrongKernel, self_test
@@ -25,6 +27,6 @@ def available() -> tuple[bool, str]:
     try:
         library = load()
         self_test()
-    except (NativeUnavailable, WrongKernel) as error:
+    except (NativeUnavailable, WrongKernel, jax.errors.JaxRuntimeError) as error:  # the last: an old build
         return False, str(error)
     return True, f"C++ kernels for {library.isa()}"

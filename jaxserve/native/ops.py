@@ -18,7 +18,8 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 
 def linear(
     x: jax.Array,  # [..., K]
-    w: jax.Array,  # [N, K], the layout of checkpoints
+    w: jax.Array,  # [N, K], the layout of checkpoints, or [L, N, K]
+    layer: jax.Array | None = None,  # [] int32, which of the L
     *,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:  # [..., N]
@@ -32,24 +33,33 @@ def linear(
     for name, dtype in (("x", x.dtype), ("w", w.dtype), ("out_dtype", out)):
         if dtype not in DTYPES:
             raise ValueError(f"linear: {name} is {dtype}, must be bfloat16 or float32")
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"linear: x {x.shape} and w {w.shape} must be [..., K] and [N, K]")
-    rows = x.reshape(-1, x.shape[-1])
-    y = jax.ffi.ffi_call(LINEAR, jax.ShapeDtypeStruct((rows.shape[0], w.shape[0]), out))(rows, w)
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    if w.ndim != (2 if layer is None else 3) or x.ndim < 1 or x.shape[-1] != w.shape[-1]:
+        raise ValueError(
+            f"linear: x {x.shape} and w {w.shape} must be [..., K] and [N, K], or [L, N, K] with a layer"
+        )
+    rows, columns = x.reshape(-1, x.shape[-1]), w.shape[-2]
+    w, layer = _stacked(w, layer)
+    y = jax.ffi.ffi_call(LINEAR, jax.ShapeDtypeStruct((rows.shape[0], columns), out))(rows, w, layer)
+    return y.reshape(*x.shape[:-1], columns)
+
+
+def _stacked(w: jax.Array, layer: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`w` with a leading axis of layers, and which of them is meant."""
+    return (w[None], jnp.int32(0)) if layer is None else (w, layer.astype(jnp.int32))
 
 
 def paged_attention(
     q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
-    k_pages: jax.Array,  # [num_pages * page_size, K, D]
-    v_pages: jax.Array,  # [num_pages * page_size, K, D]
+    k_pages: jax.Array,  # [num_pages * page_size, K, D], or [L, num_pages * page_size, K, D]
+    v_pages: jax.Array,  # the same
     page_table: jax.Array,  # [B, P] int32; entries past the context are ignored
     context_lens: jax.Array,  # [B] int32, tokens in cache, this step's included
     query_lens: jax.Array,  # [B] int32, 0 marks an empty row
+    layer: jax.Array | None = None,  # [] int32, which of the L
     *,
     page_size: int,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,  # an array: [] int32
     soft_cap: float | None = None,
 ) -> jax.Array:  # [B, Q, N, D], q's dtype
     """Causal attention over a paged cache; scores, softmax and sums are float32.
@@ -62,13 +72,14 @@ def paged_attention(
     Raises ValueError for shapes or dtypes that don't fit, NativeUnavailable without the kernels.
     """
     load()
-    if q.ndim != 4 or k_pages.ndim != 3 or k_pages.shape != v_pages.shape or k_pages.shape[2] != q.shape[3]:
+    axes = 3 if layer is None else 4
+    if q.ndim != 4 or k_pages.ndim != axes or k_pages.shape != v_pages.shape or k_pages.shape[-1] != q.shape[3]:
         raise ValueError(
             f"paged_attention: q {q.shape}, k_pages {k_pages.shape} and v_pages {v_pages.shape} "
-            "must be [B, Q, N, D] and twice [slots, K, D]"
+            "must be [B, Q, N, D] and twice [slots, K, D], or [L, slots, K, D] with a layer"
         )
     batch, _, heads, head_dim = q.shape
-    slots, kv_heads, _ = k_pages.shape
+    slots, kv_heads, _ = k_pages.shape[-3:]
     if heads % kv_heads or head_dim % 16:
         raise ValueError(
             f"paged_attention: {heads} heads of {head_dim} over {kv_heads} kv heads; the heads must be a "
@@ -81,13 +92,14 @@ def paged_attention(
         )
     if page_size < 1 or slots < page_size or slots % page_size:
         raise ValueError(f"paged_attention: {slots} slots are not a whole number of pages of {page_size}")
-    if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
+    if (isinstance(window, int) and window < 1) or (soft_cap is not None and soft_cap <= 0):
         raise ValueError(f"paged_attention: window {window} and soft_cap {soft_cap} must be positive or None")
     if page_table.ndim != 2 or {page_table.shape[0], *context_lens.shape, *query_lens.shape} != {batch}:
         raise ValueError(
             f"paged_attention: page_table {page_table.shape}, context_lens {context_lens.shape} and "
             f"query_lens {query_lens.shape} must be [{batch}, P], [{batch}] and [{batch}]"
         )
+    (k_pages, index), (v_pages, _) = _stacked(k_pages, layer), _stacked(v_pages, layer)
     return jax.ffi.ffi_call(PAGED_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
         q,
         k_pages,
@@ -95,8 +107,9 @@ def paged_attention(
         page_table.astype(jnp.int32),
         context_lens.astype(jnp.int32),
         query_lens.astype(jnp.int32),
+        index,
+        jnp.asarray(0 if window is None else window, jnp.int32),
         page_size=np.int64(page_size),
         scale=np.float32(scale),
-        window=np.int64(window or 0),
         soft_cap=np.float32(soft_cap or 0.0),
     )

@@ -24,7 +24,9 @@ def self_test() -> None:
                 x = jnp.asarray(rng.standard_normal((rows, 88)), dtype)
                 w = jnp.asarray(rng.standard_normal((37, 88)), dtype)
                 got = linear(x, w, out_dtype=jnp.float32)
-                _compare(f"linear with {rows} rows of {dtype.__name__}", got, _float64(x) @ _float64(w).T)
+                stacked = linear(x, jnp.stack([w * 0, w]), jnp.int32(1), out_dtype=jnp.float32)
+                _compare(f"linear of a second layer with {rows} rows", stacked, _float64(got))
+                _compare(f"linear with {rows} rows of {jnp.dtype(dtype).name}", got, _float64(x) @ _float64(w).T)
         for window, soft_cap in ((None, None), (40, 20.0)):
             _check_attention(rng, window, soft_cap)
 
@@ -39,6 +41,11 @@ def _check_attention(rng: np.random.Generator, window: int | None, soft_cap: flo
         q, k, v, jnp.asarray(table), jnp.asarray(context_lens), jnp.asarray(query_lens),
         page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap,
     )  # fmt: skip
+    stacked = paged_attention(
+        q, jnp.stack([k * 0, k]), jnp.stack([v * 0, v]), jnp.asarray(table), jnp.asarray(context_lens),
+        jnp.asarray(query_lens), jnp.int32(1), page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap,
+    )  # fmt: skip
+    _compare("paged_attention of a second layer", stacked, _float64(got))
     want = np.zeros(q.shape)
     for b in range(3):
         slots = (table[b, :, None] * page_size + np.arange(page_size)).ravel()[: context_lens[b]]

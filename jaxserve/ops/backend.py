@@ -51,6 +51,14 @@ def choose(attention: str = "auto", linear: str = "auto") -> Backend:
     return Backend(
         "native" if native_attention else "xla",
         "native" if native_linear else "xla",
-        native.paged_attention if native_attention else paged_attention_xla,
+        _native_attention if native_attention else paged_attention_xla,
         native.linear if native_linear else linear_xla,
+    )
+
+
+def _native_attention(q, k_pool, v_pool, layer, window, *rows, page_size, scale):  # type: ignore[no-untyped-def]
+    from jaxserve import native
+
+    return native.paged_attention(
+        q, k_pool, v_pool, *rows, layer, page_size=page_size, scale=scale, window=window
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 
@@ -46,14 +46,29 @@ def load_params(
     """Every parameter of `rules` from `source`, by `WeightRule.param`.
 
     `place` puts a finished array on a device and may keep it; by default it goes to the first device.
+    Raises as `read_params` does.
+    """
+    place = place or partial(jax.device_put, device=jax.devices()[0])
+    return {
+        name: place(array) for name, array in read_params(source, rules, ignored, dtype, progress=progress)
+    }
 
-    Host memory beside the result: one parameter, a block of rows, and the float32 form of a part that
-    has a transform. Names and shapes are checked before the first tensor is read; a tensor that is
-    missing, of a wrong shape, or in neither `rules` nor `ignored` raises WeightsError.
+
+def read_params(
+    source: TensorSource,
+    rules: Sequence[WeightRule],
+    ignored: frozenset[str],
+    dtype: str,
+    *,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays of the parameters, one by one, each aligned and in memory of its own.
+
+    Memory beside the array: a block of rows, and the float32 form of a part that has a transform. Names
+    and shapes are checked before the first tensor is read; a tensor that is missing, of a wrong shape, or
+    in neither `rules` nor `ignored` raises WeightsError.
     """
     check_tensors(source, rules, ignored)
-    place = place or partial(jax.device_put, device=jax.devices()[0])
-    params: dict[str, jax.Array] = {}
     total, done = sum(len(rule.parts) for rule in rules), 0
 
     def read_part() -> None:
@@ -63,11 +78,9 @@ def load_params(
         done += 1
 
     for rule in rules:
-        dtype_ = param_dtype(rule.param, rule.shape, dtype)
-        params[rule.param] = place(_read_param(source, rule, dtype_, read_part))
+        yield rule.param, _read_param(source, rule, param_dtype(rule.param, rule.shape, dtype), read_part)
     if progress is not None:
-        progress("loading weights", len(rules), len(rules))
-    return params
+        progress("loading weights", total, total)
 
 
 def check_tensors(source: TensorSource, rules: Sequence[WeightRule], ignored: frozenset[str]) -> None:

@@ -7,7 +7,8 @@
 
 constexpr int64_t kBlockKeys = 64;
 constexpr int64_t kSpanKeys = 512;
-constexpr int64_t kTileQueryRows = 48;  // query rows (queries x heads of a group) that share unpacked keys
+constexpr int64_t kTileQueryRows = 96;  // query rows (queries x heads of a group) that share unpacked keys
+constexpr int64_t kWorkForThreads = 200000;  // multiply-adds below which waking a thread costs more
 constexpr float kNothing = -1e30f;      // the maximum of no score: finite, so that differences stay numbers
 constexpr float kMasked = -3e38f;
 
@@ -47,9 +48,10 @@ inline vf soft_capped(vf s, float cap) {
   return sub(keep_if_ge(value, s, zeros), keep_if_ge(value, sub(zeros, s), zeros));
 }
 
-// One unit of work: some queries of one row, for the query heads that share one kv head.
+// One unit of work: some queries of one row, for the query heads of some kv heads.
 struct Item {
-  int64_t row, kv_head;
+  int64_t row;
+  int64_t first_head, heads;  // kv heads
   int64_t first_query, queries;
   int64_t first_position;  // of its first query
   int64_t begin, end;      // keys that any of its queries may see
@@ -64,6 +66,9 @@ struct State {
 
 inline int64_t state_floats(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
 inline State state_at(float* p, int64_t rows) { return State{p, p + rows, p + 2 * rows}; }
+inline State from_row(State s, int64_t row, int64_t head_dim) {
+  return State{s.maximum + row, s.sum + row, s.out + row * head_dim};
+}
 inline void clear(State s, int64_t rows, int64_t head_dim) {
   for (int64_t r = 0; r < rows; ++r) s.maximum[r] = kNothing;
   std::memset(s.sum, 0, rows * (head_dim + 1) * sizeof(float));
@@ -81,6 +86,41 @@ inline void merge(State total, State part, int64_t rows, int64_t head_dim) {
       float* out = total.out + r * head_dim + d;
       store(out, fma(load(out), k, mul(load(part.out + r * head_dim + d), t)));
     }
+  }
+}
+
+// c[r, :] (+)= sum_s a[r * a_row + s] * b[panel][s][:], for any number of rows and panels.
+template <Into kInto>
+inline void product(int64_t rows, const float* a, int64_t a_row, const float* b, int64_t b_panel, int64_t panels,
+                    int64_t steps, float* c, int64_t c_row) {
+  const char* const here = reinterpret_cast<const char*>(b);
+  int64_t p = 0;
+  // One to three rows take more panels at once: fewer accumulators would wait for each other.
+#define JAXSERVE_FEW_ROWS(kRows, kPanels)                                                                       \
+  for (; p + kPanels <= panels; p += kPanels)                                                                   \
+    tile<kRows, kPanels, kInto>(a, a_row, 1, b + p * b_panel, b_panel, steps, c + p * kTileCols, c_row, here, 0)
+  if (rows == 1) {
+    JAXSERVE_FEW_ROWS(1, 4);
+    JAXSERVE_FEW_ROWS(1, 1);
+  } else if (rows == 2) {
+    JAXSERVE_FEW_ROWS(2, 2);
+    JAXSERVE_FEW_ROWS(2, 1);
+  } else if (rows == 3) {
+    JAXSERVE_FEW_ROWS(3, 2);
+  }
+#undef JAXSERVE_FEW_ROWS
+  for (; p < panels; ++p) {
+    for_each_row_tile(rows, [&](int64_t row, int count) {
+      const float* const x = a + row * a_row;
+      const float* const y = b + p * b_panel;
+      float* const out = c + row * c_row + p * kTileCols;
+      switch (count) {
+        case 3: return tile<3, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
+        case 4: return tile<4, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
+        case 5: return tile<5, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
+        case 6: return tile<6, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
+      }
+    });
   }
 }
 
@@ -103,45 +143,42 @@ class Attention {
   }
   int64_t queries_per_tile() const { return group_ < kTileQueryRows ? kTileQueryRows / group_ : 1; }
 
-  Item item(int64_t b, int64_t kv_head, int64_t first_query) const {
+  Item item(int64_t b, int64_t first_head, int64_t heads, int64_t first_query) const {
     const int64_t len = query_len(b), per_tile = queries_per_tile();
     const int64_t queries = len - first_query < per_tile ? len - first_query : per_tile;
     const int64_t position = context_len(b) - len + first_query;
     const int64_t begin = args_.window > 0 && position - args_.window + 1 > 0 ? position - args_.window + 1 : 0;
-    return Item{b, kv_head, first_query, queries, position, begin, position + queries};
+    return Item{b, first_head, heads, first_query, queries, position, begin, position + queries};
   }
-  int64_t rows(const Item& item) const { return item.queries * group_; }
+  int64_t rows(const Item& item) const { return item.heads * item.queries * group_; }
 
   // Attention of an item over the keys of one span. `state` is overwritten.
   void attend_span(const Item& item, int64_t span, State state) const {
-    const int64_t rows = this->rows(item);
+    const int64_t rows = item.queries * group_;  // of one kv head
     const float* q = load_queries(item);
     float* keys = thread_scratch<KeyTag>(kBlockKeys * dim_);
     float* values = thread_scratch<ValueTag>(kBlockKeys * dim_);
     float* scores = thread_scratch<ScoreTag>(rows * kBlockKeys);
-    clear(state, rows, dim_);
+    clear(state, this->rows(item), dim_);
     const int64_t begin = item.begin > span * kSpanKeys ? item.begin : span * kSpanKeys;
     const int64_t end = item.end < (span + 1) * kSpanKeys ? item.end : (span + 1) * kSpanKeys;
+    Block block, next;
+    locate(item, begin / kBlockKeys * kBlockKeys, &next);
     for (int64_t start = begin / kBlockKeys * kBlockKeys; start < end; start += kBlockKeys) {
+      block = next;
+      if (start + kBlockKeys < item.end) locate(item, start + kBlockKeys, &next);
       const int64_t live = end - start < kBlockKeys ? end - start : kBlockKeys;
-      const KV* pointers[kBlockKeys];
-      const int64_t padded = round_up(live, kTileCols);
-      locate(item, static_cast<const KV*>(args_.k_pages), start, live, pointers);
-      pack_keys(pointers, padded, keys);
-      for (int64_t t = 0; t < padded; t += kTileCols) {
-        for_each_row_tile(rows, [&](int64_t row, int count) {
-          tile<Into::kFresh>(count, q + row * dim_, dim_, 1, keys + t * dim_, dim_, scores + row * kBlockKeys + t,
-                             kBlockKeys);
-        });
-      }
-      softmax(item, start, padded, scores, state);
-      locate(item, static_cast<const KV*>(args_.v_pages), start, live, pointers);
-      pack_values(pointers, live, values);
-      for (int64_t d = 0; d < dim_; d += kTileCols) {
-        for_each_row_tile(rows, [&](int64_t row, int count) {
-          tile<Into::kContinue>(count, scores + row * kBlockKeys, kBlockKeys, 1, values + d * kBlockKeys, live,
-                                state.out + row * dim_ + d, dim_);
-        });
+      const int64_t panels = (live + kTileCols - 1) / kTileCols;
+      for (int64_t h = 0; h < item.heads; ++h) {
+        const State part = from_row(state, h * rows, dim_);
+        const int64_t head = (item.first_head + h) * dim_;
+        pack_keys(static_cast<const KV*>(args_.k_pages) + head, block, next, panels * kTileCols, keys);
+        product<Into::kFresh>(rows, q + h * rows * dim_, dim_, keys, kTileCols * dim_, panels, dim_, scores,
+                              kBlockKeys);
+        softmax(item, start, panels * kTileCols, scores, part);
+        pack_values(static_cast<const KV*>(args_.v_pages) + head, block, next, live, values);
+        product<Into::kContinue>(rows, scores, kBlockKeys, values, kTileCols * kBlockKeys, dim_ / kTileCols, live,
+                                 part.out, dim_);
       }
     }
   }
@@ -161,9 +198,16 @@ class Attention {
   }
 
  private:
-  // Row r of an item: query r / group of its queries, head r % group of its group.
+  // Where the keys of a block lie: elements from the start of the pool.
+  struct Block {
+    int64_t offset[kBlockKeys];
+  };
+
+  // Row r of an item: kv head, then query, then query head of the kv head's group.
   int64_t query_offset(const Item& item, int64_t r) const {
-    const int64_t query = item.first_query + r / group_, head = item.kv_head * group_ + r % group_;
+    const int64_t rows = item.queries * group_, in_head = r % rows;
+    const int64_t query = item.first_query + in_head / group_;
+    const int64_t head = (item.first_head + r / rows) * group_ + in_head % group_;
     return ((item.row * args_.queries + query) * args_.heads + head) * dim_;
   }
 
@@ -181,54 +225,63 @@ class Attention {
     return q;
   }
 
-  // Where keys [start, start + live) lie; the rest of the block repeats the last one. A page number outside
-  // of the pool, which a correct caller never passes, reads the nearest page instead of foreign memory.
-  void locate(const Item& item, const KV* pages, int64_t start, int64_t live, const KV* pointers[kBlockKeys]) const {
+  // Keys of the block at `start` that no query sees, before the item's first key and after its last one, repeat
+  // a key that one does see: masked or not, nothing else is read. A page number outside of the pool, which a
+  // correct caller never passes, reads the nearest page instead of foreign memory.
+  void locate(const Item& item, int64_t start, Block* block) const {
     const int32_t* table = args_.page_table + item.row * args_.table_width;
-    const int64_t last_page = args_.slots / args_.page_size - 1;
-    int64_t page = start / args_.page_size, offset = start % args_.page_size;
-    for (int64_t i = 0; i < live; ++page, offset = 0) {
+    const int64_t last_page = args_.slots / args_.page_size - 1, slot = args_.kv_heads * dim_;
+    const int64_t first = item.begin > start ? item.begin - start : 0;
+    const int64_t live = item.end - start < kBlockKeys ? item.end - start : kBlockKeys;
+    int64_t page = (start + first) / args_.page_size, offset = (start + first) % args_.page_size;
+    for (int64_t i = first; i < live; ++page, offset = 0) {
       int64_t number = table[page];
       number = number < 0 ? 0 : number > last_page ? last_page : number;
-      const KV* p = pages + ((number * args_.page_size + offset) * args_.kv_heads + item.kv_head) * dim_;
-      for (; offset < args_.page_size && i < live; ++offset, ++i, p += args_.kv_heads * dim_) pointers[i] = p;
+      for (; offset < args_.page_size && i < live; ++offset, ++i) {
+        block->offset[i] = (number * args_.page_size + offset) * slot;
+      }
     }
-    for (int64_t i = live; i < kBlockKeys; ++i) pointers[i] = pointers[live - 1];
+    for (int64_t i = 0; i < first; ++i) block->offset[i] = block->offset[first];
+    for (int64_t i = live; i < kBlockKeys; ++i) block->offset[i] = block->offset[live - 1];
   }
 
-  // To float32 [key / kTileCols][dim][key % kTileCols].
-  void pack_keys(const KV* const pointers[kBlockKeys], int64_t keys, float* out) const {
+  // To float32 [key / kTileCols][dim][key % kTileCols]. Asks the memory for the same keys of block `next`.
+  void pack_keys(const KV* pages, const Block& block, const Block& next, int64_t keys, float* out) const {
     for (int64_t t = 0; t < keys; t += kLanes) {
       float* dst = out + t / kTileCols * kTileCols * dim_ + t % kTileCols;
       for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
         const KV* rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) rows[i] = pointers[t + i] + d;
-        vf a[kLanes], b[kLanes];
-        load_pairs_transposed(rows, a, b);
-        for (int j = 0; j < kLanes; ++j) {
-          const int64_t first = sizeof(KV) == 2 ? d + 2 * j : d + j;
-          const int64_t second = sizeof(KV) == 2 ? first + 1 : first + kLanes;
-          store(dst + first * kTileCols, a[j]);
-          store(dst + second * kTileCols, b[j]);
+        for (int i = 0; i < kLanes; ++i) {
+          rows[i] = pages + block.offset[t + i] + d;
+          if (d % (64 / sizeof(KV)) == 0) __builtin_prefetch(pages + next.offset[t + i] + d, 0, 2);
+        }
+        // A pair of bfloat16 lies in one lane, a pair of floats in the two halves.
+        if (sizeof(KV) == 2) {
+          store_pairs_transposed(rows, dst + d * kTileCols, 2 * kTileCols, kTileCols);
+        } else {
+          store_pairs_transposed(rows, dst + d * kTileCols, kTileCols, kLanes * kTileCols);
         }
       }
     }
   }
 
-  // To float32 [dim / kTileCols][key][dim % kTileCols].
-  void pack_values(const KV* const pointers[kBlockKeys], int64_t keys, float* out) const {
+  // To float32 [dim / kTileCols][key][dim % kTileCols]. Asks the memory for the same keys of block `next`.
+  void pack_values(const KV* pages, const Block& block, const Block& next, int64_t keys, float* out) const {
     for (int64_t i = 0; i < keys; ++i) {
+      const KV* value = pages + block.offset[i];
+      const KV* ahead = pages + next.offset[i];
       for (int64_t d = 0; d < dim_; d += kTileCols) {
         float* dst = out + d * kBlockKeys + i * kTileCols;
-        store(dst, load_row(pointers[i] + d));
-        store(dst + kLanes, load_row(pointers[i] + d + kLanes));
+        store(dst, load_row(value + d));
+        store(dst + kLanes, load_row(value + d + kLanes));
+        if (d % (64 / sizeof(KV)) == 0) __builtin_prefetch(ahead + d, 0, 2);
       }
     }
   }
 
   // Scores of keys [start, start + keys) become weights; the state's sums and outputs are rescaled.
   void softmax(const Item& item, int64_t start, int64_t keys, float* scores, State state) const {
-    for (int64_t r = 0; r < rows(item); ++r) {
+    for (int64_t r = 0; r < item.queries * group_; ++r) {
       float* row = scores + r * kBlockKeys;
       if (args_.soft_cap > 0.0f) {
         for (int64_t t = 0; t < keys; t += kLanes) store(row + t, soft_capped(load(row + t), args_.soft_cap));
@@ -277,31 +330,42 @@ template <typename KV>
 void attention_typed(const AttentionArgs& args, Pool& pool) {
   const Attention<KV> attention(args);
   const int64_t per_tile = attention.queries_per_tile(), dim = args.head_dim;
-  std::vector<Item> items;
-  int64_t work = 0, most_spans = 0;
+  const auto spans = [](const Item& item) { return (item.end - 1) / kSpanKeys + 1 - item.begin / kSpanKeys; };
+  int64_t tiles = 0, tile_spans = 0, work = 0;
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t len = attention.query_len(b);
     const int64_t bytes = args.heads * dim * (args.q_dtype == Dtype::kBfloat16 ? sizeof(bf16) : sizeof(float));
     std::memset(static_cast<char*>(args.out) + (b * args.queries + len) * bytes, 0, (args.queries - len) * bytes);
     for (int64_t query = 0; query < len; query += per_tile) {
-      for (int64_t head = 0; head < args.kv_heads; ++head) {
-        const Item item = attention.item(b, head, query);
-        const int64_t spans = (item.end - 1) / kSpanKeys + 1 - item.begin / kSpanKeys;
-        most_spans = spans > most_spans ? spans : most_spans;
-        work += (item.end - item.begin) * (attention.rows(item) + 16);
-        items.push_back(item);
+      const Item item = attention.item(b, 0, args.kv_heads, query);
+      ++tiles;
+      tile_spans += spans(item);
+      work += (item.end - item.begin) * (attention.rows(item) + 16 * args.kv_heads) * dim;
+    }
+  }
+  if (tiles == 0) return;
+  const int threads = work < kWorkForThreads ? 1 : pool.num_threads();
+
+  // A decoding row reads whole slots, all kv heads at once, as long as that leaves enough units for the
+  // threads; if it takes that, the spans of an item become units of their own, merged at the end.
+  const int64_t wanted = threads == 1 ? 1 : 4 * threads;
+  const bool whole_slots = args.heads <= kTileQueryRows && args.queries == 1 && tile_spans >= wanted;
+  const int64_t heads = whole_slots ? args.kv_heads : 1;
+  const bool split = tiles * (args.kv_heads / heads) < wanted && tile_spans > tiles;
+  std::vector<Item> items;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    for (int64_t query = 0; query < attention.query_len(b); query += per_tile) {
+      for (int64_t head = 0; head < args.kv_heads; head += heads) {
+        items.push_back(attention.item(b, head, heads, query));
       }
     }
   }
-  // Longest first: the last chunks to be taken are the short ones.
+  // Longest first: the last units to be taken are the short ones.
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
     return a.queries * (a.end - a.begin) > b.queries * (b.end - b.begin);
   });
-  const int64_t count = static_cast<int64_t>(items.size());
-  const int threads = work * dim < 200000 ? 1 : pool.num_threads();
 
-  if (threads > 1 && count < 4 * threads && most_spans > 1) {
-    // Few long items: the spans of each become units of their own, merged at the end.
+  if (split) {
     struct Part {
       const Item* item;
       int64_t span;
@@ -348,9 +412,9 @@ void attention_typed(const AttentionArgs& args, Pool& pool) {
     attention.write(item, total);
   };
   if (threads == 1) {
-    for (int64_t i = 0; i < count; ++i) attend(i);
+    for (size_t i = 0; i < items.size(); ++i) attend(static_cast<int64_t>(i));
   } else {
-    pool.parallel_for(count, attend);
+    pool.parallel_for(static_cast<int64_t>(items.size()), attend);
   }
 }
 

@@ -46,43 +46,58 @@ ffi::Error run_on(ffi::ThreadPool threads, const Run& run) {
   }
 }
 
-ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+// Where layer `layer` of a stacked buffer begins: [L, ...], its other dimensions holding `elements` in all.
+const void* layer_of(const ffi::AnyBuffer& stacked, int32_t layer, int64_t elements) {
+  const int64_t bytes = elements * (stacked.element_type() == ffi::BF16 ? 2 : 4);
+  return static_cast<const char*>(stacked.untyped_data()) + layer * bytes;
+}
+
+ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                  ffi::Result<ffi::AnyBuffer> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || xs[1] != ws[1] || ys[0] != xs[0] || ys[1] != ws[0]) {
-    return ffi::Error::InvalidArgument("jaxserve linear: shapes must be x [M, K], w [N, K], y [M, N]");
+  if (xs.size() != 2 || ws.size() != 3 || ys.size() != 2 || xs[1] != ws[2] || ys[0] != xs[0] || ys[1] != ws[1] ||
+      layer.element_count() != 1) {
+    return ffi::Error::InvalidArgument("jaxserve linear: shapes must be x [M, K], w [L, N, K], layer [], y [M, N]");
+  }
+  const int32_t index = layer.typed_data()[0];
+  if (index < 0 || index >= ws[0]) {
+    return ffi::Error::InvalidArgument("jaxserve linear: layer is out of range");
   }
   if (!is_float(x.element_type()) || !is_float(w.element_type()) || !is_float(y->element_type())) {
     return ffi::Error::InvalidArgument("jaxserve linear: dtypes must be float32 or bfloat16");
   }
   LinearArgs args;
   args.m = xs[0];
-  args.n = ws[0];
+  args.n = ws[1];
   args.k = xs[1];
   args.x_dtype = dtype_of(x.element_type());
   args.w_dtype = dtype_of(w.element_type());
   args.y_dtype = dtype_of(y->element_type());
   args.x = x.untyped_data();
-  args.w = w.untyped_data();
+  args.w = layer_of(w, index, ws[1] * ws[2]);
   args.y = y->untyped_data();
   return run_on(threads, [&](Pool& pool) { kernels().linear(args, pool); });
 }
 
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
                            ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context_lens,
-                           ffi::Buffer<ffi::S32> query_lens, ffi::Result<ffi::AnyBuffer> out, int64_t page_size,
-                           float scale, int64_t window, float soft_cap) {
+                           ffi::Buffer<ffi::S32> query_lens, ffi::Buffer<ffi::S32> layer,
+                           ffi::Buffer<ffi::S32> window, ffi::Result<ffi::AnyBuffer> out, int64_t page_size,
+                           float scale, float soft_cap) {
   const auto qs = q.dimensions(), ks = k_pages.dimensions(), vs = v_pages.dimensions();
   const auto tables = page_table.dimensions(), outs = out->dimensions();
-  if (qs.size() != 4 || ks.size() != 3 || !same(vs, ks) || tables.size() != 2 || !same(outs, qs) || tables[0] != qs[0] ||
+  if (qs.size() != 4 || ks.size() != 4 || !same(vs, ks) || layer.element_count() != 1 || window.element_count() != 1 || tables.size() != 2 || !same(outs, qs) || tables[0] != qs[0] ||
       context_lens.element_count() != static_cast<size_t>(qs[0]) ||
-      query_lens.element_count() != static_cast<size_t>(qs[0]) || ks[2] != qs[3]) {
+      query_lens.element_count() != static_cast<size_t>(qs[0]) || ks[3] != qs[3]) {
     return ffi::Error::InvalidArgument(
-        "jaxserve paged_attention: shapes must be q [B, Q, N, D], pages [slots, K, D], page_table [B, P], lens [B]");
+        "jaxserve paged_attention: shapes must be q [B, Q, N, D], pages [L, slots, K, D], page_table [B, P], "
+        "lens [B], layer [] and window []");
   }
-  if (ks[1] < 1 || qs[2] % ks[1] != 0 || qs[3] % 16 != 0 || qs[3] < 16 || page_size < 1 || ks[0] < page_size ||
-      window < 0) {
+  const int32_t index = layer.typed_data()[0];
+  if (ks[2] < 1 || qs[2] % ks[2] != 0 || qs[3] % 16 != 0 || qs[3] < 16 || page_size < 1 || ks[1] < page_size ||
+      window.typed_data()[0] < 0 || index < 0 || index >= ks[0]) {
     return ffi::Error::InvalidArgument(
-        "jaxserve paged_attention: needs N a multiple of K, D of 16, at least one page, window >= 0");
+        "jaxserve paged_attention: needs N a multiple of K, D of 16, at least one page, window >= 0, a layer in range");
   }
   if (!is_float(q.element_type()) || !is_float(k_pages.element_type()) ||
       v_pages.element_type() != k_pages.element_type() || out->element_type() != q.element_type()) {
@@ -93,18 +108,18 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   args.queries = qs[1];
   args.heads = qs[2];
   args.head_dim = qs[3];
-  args.slots = ks[0];
-  args.kv_heads = ks[1];
+  args.slots = ks[1];
+  args.kv_heads = ks[2];
   args.table_width = tables[1];
   args.page_size = page_size;
-  args.window = window;
+  args.window = window.typed_data()[0];
   args.scale = scale;
   args.soft_cap = soft_cap;
   args.q_dtype = dtype_of(q.element_type());
   args.kv_dtype = dtype_of(k_pages.element_type());
   args.q = q.untyped_data();
-  args.k_pages = k_pages.untyped_data();
-  args.v_pages = v_pages.untyped_data();
+  args.k_pages = layer_of(k_pages, index, ks[1] * ks[2] * ks[3]);
+  args.v_pages = layer_of(v_pages, index, ks[1] * ks[2] * ks[3]);
   args.page_table = page_table.typed_data();
   args.context_lens = context_lens.typed_data();
   args.query_lens = query_lens.typed_data();
@@ -122,6 +137,7 @@ XLA_FFI_DEFINE_HANDLER(kLinear, jaxserve::linear,
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
@@ -133,10 +149,11 @@ XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Arg<ffi::Buffer<ffi::S32>>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::AnyBuffer>()
                            .Attr<int64_t>("page_size")
                            .Attr<float>("scale")
-                           .Attr<int64_t>("window")
                            .Attr<float>("soft_cap"));
 
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear(XLA_FFI_CallFrame* frame) { return kLinear(frame); }

@@ -10,6 +10,8 @@
 constexpr int64_t kGroup = 2 * kLanes;             // elements that one load_pair() takes
 constexpr int64_t kBlockSteps = 256;               // of each lane: a lane of a weight panel stays in L1
 constexpr int64_t kBlock = kBlockSteps * kLanes;   // elements of K
+constexpr int64_t kDotRows = 8;                    // up to here, `dot`
+constexpr int64_t kDotCols = 12;                   // channels that `dot` takes at once
 constexpr int64_t kPassRows = 504;                 // rows that `tile` takes at once: bounds the scratch memory
 constexpr int64_t kChunkBytes = 128 << 10;         // of weights: what a thread takes at a time
 
@@ -58,73 +60,110 @@ void unpack_for_dot(const X* x, int64_t m, int64_t k, float* out) {
   }
 }
 
+// Adds elements [begin, end) of K, whole groups, to the lane sums acc[r * acc_row + c] of kRows rows and
+// kCols channels.
 template <int kRows, int kCols, typename W>
-void dot(const LinearArgs& args, const float* x, int64_t col) {
-  const int64_t k = args.k;
-  const W* w = static_cast<const W*>(args.w) + col * k;
-  const int64_t padded = round_up(k, kGroup), full = k / kGroup * kGroup;
-  float total[kRows][kCols] = {};
-  for (int64_t start = 0; start < padded; start += kBlock) {
-    vf acc[kRows][kCols];
+inline void dot(const float* x, int64_t x_row, const W* w, int64_t k, int64_t begin, int64_t end, float* acc,
+                int64_t acc_row) {
+  vf sum[kRows][kCols];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int c = 0; c < kCols; ++c) acc[r][c] = zero();
-    }
-    const int64_t end = start + kBlock < full ? start + kBlock : full;
-    for (int64_t i = start; i < end; i += kGroup) {
+    for (int c = 0; c < kCols; ++c) sum[r][c] = load(acc + r * acc_row + c * kLanes);
+  }
+  for (int64_t i = begin; i < end; i += kGroup) {
 #pragma GCC unroll 8
-      for (int c = 0; c < kCols; ++c) {
-        vf a, b;
-        load_pair(w + c * k + i, a, b);
-        __builtin_prefetch(w + (c + kCols) * k + i, 0, 2);
+    for (int c = 0; c < kCols; ++c) {
+      vf a, b;
+      load_pair(w + c * k + i, a, b);
+      __builtin_prefetch(w + (c + kDotCols) * k + i, 0, 2);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          acc[r][c] = fma(load(x + r * padded + i), a, acc[r][c]);
-          acc[r][c] = fma(load(x + r * padded + i + kLanes), b, acc[r][c]);
-        }
-      }
-    }
-    if (end == full && full < padded && padded <= start + kBlock) {
-      for (int c = 0; c < kCols; ++c) {
-        W tail[kGroup];
-        vf a, b;
-        load_pair(padded_tail(w + c * k, full, k, tail), a, b);
-        for (int r = 0; r < kRows; ++r) {
-          acc[r][c] = fma(load(x + r * padded + full), a, acc[r][c]);
-          acc[r][c] = fma(load(x + r * padded + full + kLanes), b, acc[r][c]);
-        }
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kCols; ++c) {
-        float lanes[kLanes];
-        store(lanes, acc[r][c]);
-        for (int j = 0; j < kLanes; ++j) total[r][c] += lanes[j];
+      for (int r = 0; r < kRows; ++r) {
+        sum[r][c] = fma(load(x + r * x_row + i), a, sum[r][c]);
+        sum[r][c] = fma(load(x + r * x_row + i + kLanes), b, sum[r][c]);
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) write_sums(args, r, col, kCols, total[r]);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kCols; ++c) store(acc + r * acc_row + c * kLanes, sum[r][c]);
+  }
 }
 
-template <int kRows, typename W>
-void linear_dot(const LinearArgs& args, Pool& pool) {
-  constexpr int kCols = kRows == 4 ? 3 : 4;
-  const int64_t k = args.k, n = args.n;
-  float* x = thread_scratch<XTag>(kRows * round_up(k, kGroup));
-  if (args.x_dtype == Dtype::kBfloat16) {
-    unpack_for_dot<W>(static_cast<const bf16*>(args.x), kRows, k, x);
-  } else {
-    unpack_for_dot<W>(static_cast<const float*>(args.x), kRows, k, x);
+// The same for any number of rows and for kDotCols channels.
+template <int kRows, int kCols, typename W>
+inline void dot_cols(const float* x, int64_t x_row, const W* w, int64_t k, int64_t begin, int64_t end, float* acc) {
+  for (int c = 0; c < kDotCols; c += kCols) {
+    dot<kRows, kCols, W>(x, x_row, w + c * k, k, begin, end, acc + c * kLanes, kDotCols * kLanes);
   }
+}
 
-  int64_t chunk = kChunkBytes / static_cast<int64_t>(k * sizeof(W)) / kCols * kCols;
-  if (chunk < kCols) chunk = kCols;
-  pool.parallel_for((n + chunk - 1) / chunk, [&args, x, chunk](int64_t i) {
-    int64_t col = i * chunk;
-    const int64_t end = col + chunk < args.n ? col + chunk : args.n;
-    for (; col + kCols <= end; col += kCols) dot<kRows, kCols, W>(args, x, col);
-    for (; col < end; ++col) dot<kRows, 1, W>(args, x, col);
+// y of `cols` <= kDotCols channels from `col` on.
+template <typename W>
+void dot_channels(const LinearArgs& args, const float* x, int64_t col, int64_t cols) {
+  const int64_t k = args.k, m = args.m, padded = round_up(k, kGroup), full = k / kGroup * kGroup;
+  const W* w = static_cast<const W*>(args.w) + col * k;
+  const int64_t sums = round_up(m * kDotCols, kLanes);
+  // What all rows need of x at a time stays in L1.
+  const int64_t piece = m <= 2 ? kBlock : m <= 4 ? kBlock / 2 : kBlock / 4;
+  float total[kDotRows * kDotCols] = {};
+  for (int64_t start = 0; start < padded; start += kBlock) {
+    float acc[kDotRows * kDotCols * kLanes];
+    std::memset(acc, 0, sums * kLanes * sizeof(float));
+    const int64_t end = start + kBlock < full ? start + kBlock : full;
+    for (int64_t begin = start; begin < end; begin += piece) {
+      const int64_t stop = begin + piece < end ? begin + piece : end;
+      if (cols < kDotCols) {
+        for (int64_t r = 0; r < m; ++r) {
+          for (int64_t c = 0; c < cols; ++c) {
+            dot<1, 1, W>(x + r * padded, padded, w + c * k, k, begin, stop, acc + (r * kDotCols + c) * kLanes, 0);
+          }
+        }
+        continue;
+      }
+      const int64_t tiles = (m + 3) / 4;
+      for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t row = m * i / tiles, rows = m * (i + 1) / tiles - row;
+        const float* xs = x + row * padded;
+        float* part = acc + row * kDotCols * kLanes;
+        switch (rows) {
+          case 1: dot_cols<1, 4, W>(xs, padded, w, k, begin, stop, part); break;
+          case 2: dot_cols<2, 4, W>(xs, padded, w, k, begin, stop, part); break;
+          case 3: dot_cols<3, 4, W>(xs, padded, w, k, begin, stop, part); break;
+          case 4: dot_cols<4, 3, W>(xs, padded, w, k, begin, stop, part); break;
+        }
+      }
+    }
+    if (full < padded && padded <= start + kBlock) {
+      for (int64_t c = 0; c < cols; ++c) {
+        W tail[kGroup];
+        padded_tail(w + c * k, full, k, tail);
+        for (int64_t r = 0; r < m; ++r) {
+          dot<1, 1, W>(x + r * padded + full, padded, tail, 0, 0, kGroup, acc + (r * kDotCols + c) * kLanes, 0);
+        }
+      }
+    }
+    for (int64_t i = 0; i < sums; i += kLanes) store(total + i, add_lanes_in_order(load(total + i), acc + i * kLanes));
+  }
+  for (int64_t r = 0; r < m; ++r) write_sums(args, r, col, cols, total + r * kDotCols);
+}
+
+template <typename W>
+void linear_dot(const LinearArgs& args, Pool& pool) {
+  float* x = thread_scratch<XTag>(args.m * round_up(args.k, kGroup));
+  if (args.x_dtype == Dtype::kBfloat16) {
+    unpack_for_dot<W>(static_cast<const bf16*>(args.x), args.m, args.k, x);
+  } else {
+    unpack_for_dot<W>(static_cast<const float*>(args.x), args.m, args.k, x);
+  }
+  int64_t chunk = kChunkBytes / static_cast<int64_t>(args.k * sizeof(W)) / kDotCols * kDotCols;
+  if (chunk < kDotCols) chunk = kDotCols;
+  pool.parallel_for((args.n + chunk - 1) / chunk, [&args, x, chunk](int64_t i) {
+    const int64_t end = (i + 1) * chunk < args.n ? (i + 1) * chunk : args.n;
+    for (int64_t col = i * chunk; col < end; col += kDotCols) {
+      dot_channels<W>(args, x, col, end - col < kDotCols ? end - col : kDotCols);
+    }
   });
 }
 
@@ -148,32 +187,43 @@ void unpack_for_tile(const X* x, int64_t m, int64_t k, int64_t first, int rows, 
   }
 }
 
+// Floats from one lane of a panel to the next: off a power of two, whose lanes would fight for cache sets.
+inline int64_t panel_lane_stride(int64_t steps) { return steps * kTileCols + kTileCols; }
+
 // kTileCols output channels of w, elements [start, start + length) of K, as float32 laid out
 // [lane][step][channel]. Channels past n repeat the last one.
 template <typename W>
 void pack_panel(const W* w, int64_t n, int64_t k, int64_t col, int64_t start, int64_t length, float* out) {
-  const int64_t full = k / kGroup * kGroup, lane_stride = length / kLanes * kTileCols;
-  for (int half = 0; half < 2; ++half) {
-    const W* rows[kLanes];
-    for (int c = 0; c < kLanes; ++c) {
-      const int64_t channel = col + half * kLanes + c;
-      rows[c] = w + (channel < n ? channel : n - 1) * k;
-    }
-    float* dst = out + half * kLanes;
-    for (int64_t i = 0; i < length; i += kGroup, dst += 2 * kTileCols) {
-      const W* group[kLanes];
-      W tail[kLanes][kGroup];
-      for (int c = 0; c < kLanes; ++c) group[c] = rows[c] + start + i;
-      if (start + i >= full) {
-        for (int c = 0; c < kLanes; ++c) group[c] = padded_tail(rows[c], full, k, tail[c]);
-      }
-      vf a[kLanes], b[kLanes];
-      load_pairs_transposed(group, a, b);
-      for (int j = 0; j < kLanes; ++j) {
-        store(dst + j * lane_stride, a[j]);
-        store(dst + j * lane_stride + kTileCols, b[j]);
-      }
-    }
+  const int64_t full = k / kGroup * kGroup, lane_stride = panel_lane_stride(length / kLanes);
+  const W* rows[kTileCols];
+  for (int c = 0; c < kTileCols; ++c) rows[c] = w + (col + c < n ? col + c : n - 1) * k;
+  const int64_t end = start + length < full ? start + length : full;
+  for (int64_t i = start; i < end; i += kGroup, out += 2 * kTileCols) {
+    const W* group[kTileCols];
+    for (int c = 0; c < kTileCols; ++c) group[c] = rows[c] + i;
+    store_pairs_transposed(group, out, lane_stride, kTileCols);
+    store_pairs_transposed(group + kLanes, out + kLanes, lane_stride, kTileCols);
+  }
+  if (end < start + length) {
+    const W* group[kTileCols];
+    W tail[kTileCols][kGroup];
+    for (int c = 0; c < kTileCols; ++c) group[c] = padded_tail(rows[c], full, k, tail[c]);
+    store_pairs_transposed(group, out, lane_stride, kTileCols);
+    store_pairs_transposed(group + kLanes, out + kLanes, lane_stride, kTileCols);
+  }
+}
+
+// sums[r, :] += (a lane of rows x) * (a lane of the panel).
+inline void add_tile(int rows, const float* x, const float* panel, int64_t steps, float* sums, const void* ahead,
+                     int64_t ahead_bytes) {
+  const char* const p = static_cast<const char*>(ahead);
+  switch (rows) {
+    case 1: return tile<1, 1, Into::kAdd>(x, 1, 1, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
+    case 2: return tile<2, 1, Into::kAdd>(x, 1, 2, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
+    case 3: return tile<3, 1, Into::kAdd>(x, 1, 3, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
+    case 4: return tile<4, 1, Into::kAdd>(x, 1, 4, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
+    case 5: return tile<5, 1, Into::kAdd>(x, 1, 5, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
+    case 6: return tile<6, 1, Into::kAdd>(x, 1, 6, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
   }
 }
 
@@ -205,7 +255,7 @@ void linear_tile(const LinearArgs& args, Pool& pool) {
     int64_t chunk = kChunkBytes / static_cast<int64_t>(k * sizeof(W) * kTileCols);
     if (chunk < 1) chunk = 1;
     pool.parallel_for((panels + chunk - 1) / chunk, [&args, w, n, k, padded, top, m, xs, panels, chunk](int64_t i) {
-      float* panel = thread_scratch<PanelTag>(kBlock * kTileCols);
+      float* panel = thread_scratch<PanelTag>(kLanes * panel_lane_stride(kBlockSteps));
       float* sums = thread_scratch<SumTag>(m * kTileCols);
       const int64_t end = (i + 1) * chunk < panels ? (i + 1) * chunk : panels;
       for (int64_t p = i * chunk; p < end; ++p) {
@@ -214,10 +264,15 @@ void linear_tile(const LinearArgs& args, Pool& pool) {
         for (int64_t start = 0; start < padded; start += kBlock) {
           const int64_t length = padded - start < kBlock ? padded - start : kBlock, steps = length / kLanes;
           pack_panel(w, n, k, col, start, length, panel);
+          // While a lane is computed, an eighth of the weights that are packed next comes from memory.
+          const bool same_panel = start + kBlock < padded;
+          const W* next = same_panel ? w + col * k + start + kBlock : w + (col + kTileCols) * k;
+          if (!same_panel && col + 2 * kTileCols > n) next = w + col * k;
           for (int64_t j = 0; j < kLanes; ++j) {
+            const W* ahead = next + j * (kTileCols / kLanes) * k;
             for_each_row_tile(m, [&](int64_t row, int rows) {
-              tile<Into::kAdd>(rows, xs + m * start + j * m * steps + row * steps, 1, rows,
-                               panel + j * steps * kTileCols, steps, sums + row * kTileCols, kTileCols);
+              add_tile(rows, xs + m * start + j * m * steps + row * steps, panel + j * panel_lane_stride(steps),
+                       steps, sums + row * kTileCols, ahead, row == 0 ? 64 : 0);
             });
           }
         }
@@ -229,12 +284,10 @@ void linear_tile(const LinearArgs& args, Pool& pool) {
 
 template <typename W>
 void linear_typed(const LinearArgs& args, Pool& pool) {
-  switch (args.m) {
-    case 1: return linear_dot<1, W>(args, pool);
-    case 2: return linear_dot<2, W>(args, pool);
-    case 3: return linear_dot<3, W>(args, pool);
-    case 4: return linear_dot<4, W>(args, pool);
-    default: return linear_tile<W>(args, pool);
+  if (args.m <= kDotRows) {
+    linear_dot<W>(args, pool);
+  } else {
+    linear_tile<W>(args, pool);
   }
 }
 

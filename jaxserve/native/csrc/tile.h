@@ -11,56 +11,59 @@ enum class Into {
   kContinue,  // c is where the sum starts
 };
 
-// c[r, :] (+)= sum_s a[r * a_row + s * a_step] * b[s * kTileCols + :] for s in [0, steps), in order of s.
-// Each c[r, col] is one chain of fused multiply-adds, whatever the number of rows.
-template <int kRows, Into kInto>
-inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t steps, float* c,
-                 int64_t c_row) {
-  vf acc[kRows][2];
+// c[r, :] (+)= sum_s a[r * a_row + s * a_step] * b[s * kTileCols + :] for s in [0, steps), in order of s, for
+// kRows rows and kPanels panels of kTileCols columns; the next panel of b is b_panel floats further on.
+// Each c[r, col] is one chain of fused multiply-adds, whatever the number of rows and panels. Every second
+// step asks the memory for the line at `ahead`, which then moves on by `ahead_bytes`.
+template <int kRows, int kPanels, Into kInto>
+inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_panel, int64_t steps,
+                 float* c, int64_t c_row, const char* ahead, int64_t ahead_bytes) {
+  constexpr int kVectors = 2 * kPanels;
+  vf acc[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    if (kInto == Into::kContinue) {
-      acc[r][0] = load(c + r * c_row);
-      acc[r][1] = load(c + r * c_row + kLanes);
-    } else {
-      acc[r][0] = acc[r][1] = zero();
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      acc[r][v] = kInto == Into::kContinue ? load(c + r * c_row + v * kLanes) : zero();
     }
   }
-#pragma GCC unroll 2
-  for (int64_t s = 0; s < steps; ++s) {
-    const vf b0 = load(b), b1 = load(b + kLanes);
+  const auto step = [&] {
+    if constexpr (kPanels == 1) {  // hold b, one x at a time
+      const vf b0 = load(b), b1 = load(b + kLanes);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const vf x = set1(a[r * a_row]);
-      acc[r][0] = fma(x, b0, acc[r][0]);
-      acc[r][1] = fma(x, b1, acc[r][1]);
+      for (int r = 0; r < kRows; ++r) {
+        const vf x = set1(a[r * a_row]);
+        acc[r][0] = fma(x, b0, acc[r][0]);
+        acc[r][1] = fma(x, b1, acc[r][1]);
+      }
+    } else {  // hold the few x, one vector of b at a time
+      vf x[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) x[r] = set1(a[r * a_row]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const vf y = load(b + v / 2 * b_panel + v % 2 * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) acc[r][v] = fma(x[r], y, acc[r][v]);
+      }
     }
     a += a_step;
     b += kTileCols;
+  };
+  for (int64_t s = 0; s < steps / 2; ++s) {
+    __builtin_prefetch(ahead, 0, 2);
+    ahead += ahead_bytes;
+    step();
+    step();
   }
+  if (steps % 2 != 0) step();
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    float* out = c + r * c_row;
-    if (kInto == Into::kAdd) {
-      store(out, add(load(out), acc[r][0]));
-      store(out + kLanes, add(load(out + kLanes), acc[r][1]));
-    } else {
-      store(out, acc[r][0]);
-      store(out + kLanes, acc[r][1]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      float* out = c + r * c_row + v * kLanes;
+      store(out, kInto == Into::kAdd ? add(load(out), acc[r][v]) : acc[r][v]);
     }
-  }
-}
-
-template <Into kInto>
-inline void tile(int rows, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t steps, float* c,
-                 int64_t c_row) {
-  switch (rows) {
-    case 1: return tile<1, kInto>(a, a_row, a_step, b, steps, c, c_row);
-    case 2: return tile<2, kInto>(a, a_row, a_step, b, steps, c, c_row);
-    case 3: return tile<3, kInto>(a, a_row, a_step, b, steps, c, c_row);
-    case 4: return tile<4, kInto>(a, a_row, a_step, b, steps, c, c_row);
-    case 5: return tile<5, kInto>(a, a_row, a_step, b, steps, c, c_row);
-    case 6: return tile<6, kInto>(a, a_row, a_step, b, steps, c, c_row);
   }
 }
 

@@ -48,41 +48,61 @@ inline vf load_row(const bf16* p) {
 }
 inline vf load_row(const float* p) { return _mm256_loadu_ps(p); }
 
-inline void transpose(vf r[kLanes]) {
-  const vf t0 = _mm256_unpacklo_ps(r[0], r[1]), t1 = _mm256_unpackhi_ps(r[0], r[1]);
-  const vf t2 = _mm256_unpacklo_ps(r[2], r[3]), t3 = _mm256_unpackhi_ps(r[2], r[3]);
-  const vf t4 = _mm256_unpacklo_ps(r[4], r[5]), t5 = _mm256_unpackhi_ps(r[4], r[5]);
-  const vf t6 = _mm256_unpacklo_ps(r[6], r[7]), t7 = _mm256_unpackhi_ps(r[6], r[7]);
-  const vf u0 = _mm256_shuffle_ps(t0, t2, 0x44), u1 = _mm256_shuffle_ps(t0, t2, 0xee);
-  const vf u2 = _mm256_shuffle_ps(t1, t3, 0x44), u3 = _mm256_shuffle_ps(t1, t3, 0xee);
-  const vf u4 = _mm256_shuffle_ps(t4, t6, 0x44), u5 = _mm256_shuffle_ps(t4, t6, 0xee);
-  const vf u6 = _mm256_shuffle_ps(t5, t7, 0x44), u7 = _mm256_shuffle_ps(t5, t7, 0xee);
-  r[0] = _mm256_permute2f128_ps(u0, u4, 0x20);
-  r[1] = _mm256_permute2f128_ps(u1, u5, 0x20);
-  r[2] = _mm256_permute2f128_ps(u2, u6, 0x20);
-  r[3] = _mm256_permute2f128_ps(u3, u7, 0x20);
-  r[4] = _mm256_permute2f128_ps(u0, u4, 0x31);
-  r[5] = _mm256_permute2f128_ps(u1, u5, 0x31);
-  r[6] = _mm256_permute2f128_ps(u2, u6, 0x31);
-  r[7] = _mm256_permute2f128_ps(u3, u7, 0x31);
+// Floats [0, 4) of eight rows, transposed: r[j] holds element j of each row.
+inline void load_transposed_4(const float* const rows[kLanes], int64_t offset, vf r[4]) {
+  vf t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m128 low = _mm_loadu_ps(rows[i] + offset);
+    t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(low), _mm_loadu_ps(rows[i + 4] + offset), 1);
+  }
+  const vf u0 = _mm256_unpacklo_ps(t[0], t[1]), u1 = _mm256_unpackhi_ps(t[0], t[1]);
+  const vf u2 = _mm256_unpacklo_ps(t[2], t[3]), u3 = _mm256_unpackhi_ps(t[2], t[3]);
+  r[0] = _mm256_shuffle_ps(u0, u2, 0x44);
+  r[1] = _mm256_shuffle_ps(u0, u2, 0xee);
+  r[2] = _mm256_shuffle_ps(u1, u3, 0x44);
+  r[3] = _mm256_shuffle_ps(u1, u3, 0xee);
 }
 
-// kLanes rows of 2 * kLanes elements, given by pointers. a[j] and b[j] receive, for each row, what
-// load_pair() puts into lane j of its `a` and `b`.
-inline void load_pairs_transposed(const bf16* const rows[kLanes], vf a[kLanes], vf b[kLanes]) {
-  vf r[kLanes];
-  for (int i = 0; i < kLanes; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i]));
-  transpose(r);
-  const vi high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  for (int j = 0; j < kLanes; ++j) {
-    const vi v = _mm256_castps_si256(r[j]);
-    a[j] = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
-    b[j] = _mm256_castsi256_ps(_mm256_and_si256(v, high));
+// total + lane 0 + lane 1 + ... of kLanes vectors that lie one after the other at `p`.
+inline vf add_lanes_in_order(vf total, const float* p) {
+  const float* rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) rows[i] = p + i * kLanes;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    vf r[4];
+    load_transposed_4(rows, 4 * half, r);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) total = add(total, r[j]);
+  }
+  return total;
+}
+
+// kLanes rows of 2 * kLanes elements, given by pointers, as kLanes pairs of vectors: out + j * lane_stride
+// and out + half_stride + j * lane_stride receive what load_pair() puts into lane j of its `a` and `b`.
+inline void store_pairs_transposed(const bf16* const rows[kLanes], float* out, int64_t lane_stride,
+                                   int64_t half_stride) {
+  const float* words[kLanes];
+  for (int i = 0; i < kLanes; ++i) words[i] = reinterpret_cast<const float*>(rows[i]);
+  const vf high = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    vf r[4];
+    load_transposed_4(words, 4 * half, r);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      float* dst = out + (4 * half + j) * lane_stride;
+      store(dst, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(r[j]), 16)));
+      store(dst + half_stride, _mm256_and_ps(r[j], high));
+    }
   }
 }
-inline void load_pairs_transposed(const float* const rows[kLanes], vf a[kLanes], vf b[kLanes]) {
-  for (int i = 0; i < kLanes; ++i) a[i] = _mm256_loadu_ps(rows[i]);
-  transpose(a);
-  for (int i = 0; i < kLanes; ++i) b[i] = _mm256_loadu_ps(rows[i] + kLanes);
-  transpose(b);
+inline void store_pairs_transposed(const float* const rows[kLanes], float* out, int64_t lane_stride,
+                                   int64_t half_stride) {
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    vf r[4];
+    load_transposed_4(rows, 4 * quarter, r);
+    float* dst = out + quarter / 2 * half_stride + quarter % 2 * 4 * lane_stride;
+    for (int j = 0; j < 4; ++j) store(dst + j * lane_stride, r[j]);
+  }
 }

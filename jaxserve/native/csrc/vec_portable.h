@@ -51,12 +51,18 @@ inline vf load_row(const T* p) {
   return vf{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
 
+inline vf add_lanes_in_order(vf total, const float* p) {
+  for (int j = 0; j < kLanes; ++j, ++p) total += vf{p[0], p[kLanes], p[2 * kLanes], p[3 * kLanes]};
+  return total;
+}
+
 template <typename T>
-inline void load_pairs_transposed(const T* const rows[kLanes], vf a[kLanes], vf b[kLanes]) {
+inline void store_pairs_transposed(const T* const rows[kLanes], float* out, int64_t lane_stride,
+                                   int64_t half_stride) {
   vf x[kLanes], y[kLanes];
   for (int row = 0; row < kLanes; ++row) load_pair(rows[row], x[row], y[row]);
-  for (int j = 0; j < kLanes; ++j) {
-    a[j] = vf{x[0][j], x[1][j], x[2][j], x[3][j]};
-    b[j] = vf{y[0][j], y[1][j], y[2][j], y[3][j]};
+  for (int j = 0; j < kLanes; ++j, out += lane_stride) {
+    store(out, vf{x[0][j], x[1][j], x[2][j], x[3][j]});
+    store(out + half_stride, vf{y[0][j], y[1][j], y[2][j], y[3][j]});
   }
 }
