@@ -1,83 +1,48 @@
 """The folder that `jaxserve convert` makes.
 
     jaxserve.json     format version, model config, dtype, parameters, source, files of params/
-    params/           an orbax checkpoint: one flat dict, parameter name -> array
+    params/           an orbax checkpoint: parameter name -> number of the piece -> array
     ...               tokenizer files and chat_template.jinja
 
-Parameters are stored uncompressed: bfloat16 weights shrink by little, and orbax then neither copies nor
-decodes them. When the folder is opened, the files of params/ are checked for size, and by CRC-32 up to
-32 MiB, which covers everything but the tensors of larger models: there a flipped bit goes unnoticed, as
-it does in GGUF and safetensors files.
+A parameter is cut along axis 0 into pieces of about 32 MiB, which are joined again when it is loaded:
+orbax holds every array that it reads or writes at least once more in memory, and the layers of a model,
+stacked, are a few arrays of its whole size. Pieces are stored uncompressed: bfloat16 weights shrink by
+little, and orbax then neither copies nor decodes them.
+
+When the folder is opened, the files of params/ are checked for size, and by CRC-32 up to 32 MiB, which
+covers everything but the tensors of larger models: there a flipped bit goes unnoticed, as it does in
+GGUF and safetensors files.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from math import gcd, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
-from jaxserve.weights.loader import param_dtype, serving_dtype
+from jaxserve.weights.loader import ALIGNMENT, aligned_empty, param_dtype
+from jaxserve.weights.manifest import MANIFEST, FileCheck, Manifest, read_manifest
 from jaxserve.weights.orbax_io import OrbaxError, call_orbax
 from jaxserve.weights.progress import Progress, watch_folder
-from jaxserve.weights.safetensors import read_json
 from jaxserve.weights.staging import reserve
 
-FORMAT_VERSION = 1
-MANIFEST = "jaxserve.json"
 PARAMS = "params"
 CHAT_TEMPLATE = "chat_template.jinja"
-CONCURRENT_BYTES = 64 << 20  # in flight between memory and disk
-CHECKSUM_BYTES = 32 << 20  # larger files are checked for size only
-READ_GROUP_BYTES = 256 << 20  # restored in one call, between two reports of progress
-
-
-class FileCheck(NamedTuple):
-    nbytes: int
-    crc32: int | None  # None for a large file
-
-    @classmethod
-    def of(cls, path: Path) -> FileCheck:
-        nbytes = path.stat().st_size
-        return cls(nbytes, zlib.crc32(path.read_bytes()) if nbytes <= CHECKSUM_BYTES else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What jaxserve.json says."""
-
-    config: ModelConfig
-    dtype: str  # of the matrices; vectors are float32
-    source: str  # file name of what was converted
-    shapes: dict[str, tuple[int, ...]]  # by parameter name
-    files: dict[str, FileCheck]  # relative path -> what to expect, for all of params/
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "format_version": FORMAT_VERSION,
-            "dtype": self.dtype,
-            "source": self.source,
-            "config": self.config.to_json(),
-            "parameters": {name: list(shape) for name, shape in self.shapes.items()},
-            "files": self.files,
-        }
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+PIECE_BYTES = 32 << 20
+CONCURRENT_BYTES = 64 << 20  # that orbax may have in flight between memory and disk, or read in one call
 
 
 def write_checkpoint(
     folder: Path,
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, np.ndarray],
     config: ModelConfig,
     *,
     dtype: str,
@@ -90,14 +55,21 @@ def write_checkpoint(
     """
     from orbax.checkpoint.experimental import v1 as ocp  # takes half a second
 
+    # orbax copies NumPy arrays before it writes them, but not jax arrays, which the CPU backend lays over
+    # the very same memory where it is aligned.
+    cpu = jax.local_devices(backend="cpu")[0]
+    tree = {
+        name: {key: jax.device_put(piece, cpu) for key, piece in _pieces(array)}
+        for name, array in params.items()
+    }
     context = ocp.Context()
     context.array.saving.use_compression = False
-    context.memory.write_concurrent_bytes = _budget(array.nbytes for array in params.values())
+    context.memory.write_concurrent_bytes = _budget(leaf.nbytes for leaf in jax.tree.leaves(tree))
     nbytes = sum(array.nbytes for array in params.values())
 
     def save() -> None:
         with context, watch_folder(folder, "writing the checkpoint", nbytes, progress):
-            ocp.save((folder / PARAMS).absolute(), dict(params))
+            ocp.save((folder / PARAMS).absolute(), tree)
 
     reserve(folder, nbytes)
     try:
@@ -114,84 +86,79 @@ def write_checkpoint(
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1) + "\n")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read jaxserve.json and check the files it lists. Raises WeightsError."""
-    path = folder / MANIFEST
-    data = read_json(path)
-    if (version := data.get("format_version")) != FORMAT_VERSION:
-        raise WeightsError(
-            f"{path}: format_version is {version!r}, this jaxserve reads {FORMAT_VERSION}: convert again"
-        )
-    try:
-        manifest = Manifest(
-            config=ModelConfig.from_json(data["config"]),
-            dtype=data["dtype"],
-            source=str(data["source"]),
-            shapes={name: tuple(int(n) for n in shape) for name, shape in data["parameters"].items()},
-            files={name: FileCheck(*check) for name, check in data["files"].items()},
-        )
-        serving_dtype(manifest.dtype)
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-        raise WeightsError(f"{path}: corrupt: {_first_line(error)}: convert again") from error
-    for name, expected in manifest.files.items():
-        try:
-            found = FileCheck.of(folder / name)
-        except (OSError, ValueError):
-            raise WeightsError(f"{folder}: {name} is missing: convert again") from None
-        if found.nbytes != expected.nbytes:
-            raise WeightsError(
-                f"{folder}: {name} has {found.nbytes} bytes, {expected.nbytes} are expected: convert again"
-            )
-        if found != expected:
-            raise WeightsError(f"{folder}: {name} is corrupt (its CRC-32 differs): convert again")
-    return manifest
+def _pieces(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Views of at most PIECE_BYTES (but one row at least), each of which begins on an aligned address."""
+    if array.nbytes <= PIECE_BYTES:
+        yield _key(0), array
+        return
+    row = array.nbytes // array.shape[0]
+    step = ALIGNMENT // gcd(ALIGNMENT, row)  # rows from one aligned address to the next
+    rows = max(PIECE_BYTES // row // step, 1) * step
+    for i, start in enumerate(range(0, array.shape[0], rows)):
+        yield _key(i), array[start : start + rows]
+
+
+def _key(piece: int) -> str:
+    return f"{piece:06d}"
 
 
 def load_checkpoint_params(
     folder: Path, dtype: str, *, manifest: Manifest | None = None, progress: Progress | None = None
 ) -> dict[str, jax.Array]:
-    """Every parameter, by name, cast to `dtype` where it was stored in another.
+    """Every parameter, by name, on the first device. Raises as `read_checkpoint_params` does."""
+    device = jax.devices()[0]
+    return {
+        name: jax.device_put(array, device)
+        for name, array in read_checkpoint_params(folder, dtype, manifest=manifest, progress=progress)
+    }
 
-    Host memory beside the result: one parameter or 64 MiB, whichever is more. Raises WeightsError for a
-    checkpoint that is corrupt, truncated, or not what its manifest says.
+
+def read_checkpoint_params(
+    folder: Path, dtype: str, *, manifest: Manifest | None = None, progress: Progress | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays of the parameters, one by one, cast to `dtype` where they were stored in another.
+
+    Memory beside the array: what orbax has in flight. Raises WeightsError for a checkpoint that is
+    corrupt, truncated, or not what its manifest says.
     """
     from orbax.checkpoint.experimental import v1 as ocp  # takes half a second
 
     shapes = (manifest or read_manifest(folder)).shapes
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = {
-        name: jax.ShapeDtypeStruct(shape, param_dtype(name, shape, dtype), sharding=sharding)
-        for name, shape in shapes.items()
-    }
     path = (folder / PARAMS).absolute()
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    # Stored as float32 at most.
-    context.memory.read_concurrent_bytes = _budget(4 * prod(shape) for shape in shapes.values())
-    params: dict[str, jax.Array] = {}
 
-    def load() -> None:
-        with context:
-            _check_shapes(path, ocp.metadata(path).metadata, shapes)
-            for group in _groups(abstract):
-                if progress is not None:
-                    progress("loading weights", len(params), len(abstract))
-                params.update(ocp.load(path, {name: abstract[name] for name in group}))
+    def call(work: Callable[[], Any]) -> Any:
+        try:
+            with context:
+                return call_orbax(work)
+        except (OrbaxError, OSError) as error:
+            raise WeightsError(f"{path} can't be read: {error}: convert again") from error
 
-    try:
-        call_orbax(load)
-    except (OrbaxError, OSError) as error:
-        raise WeightsError(f"{path} can't be read: {error}: convert again") from error
+    stored = call(lambda: ocp.metadata(path).metadata)
+    _check_shapes(path, stored, shapes)
+    context.memory.read_concurrent_bytes = _budget(_nbytes(piece) for piece in jax.tree.leaves(stored))
+    for i, (name, shape) in enumerate(shapes.items()):
+        if progress is not None:
+            progress("loading weights", i, len(shapes))
+        array, row = aligned_empty(shape, param_dtype(name, shape, dtype)), 0
+        for group in _groups(stored[name]):
+            abstract = {key: np.empty(leaf.shape, leaf.dtype) for key, leaf in group.items()}
+            loaded = call(partial(ocp.load, path, {name: abstract}))[name]
+            for key in group:
+                end = row + len(loaded[key])
+                array[row:end] = loaded[key]
+                row = end
+        yield name, array
     if progress is not None:
-        progress("loading weights", len(params), len(abstract))
-    return {name: params[name] for name in shapes}  # orbax sorts by name
+        progress("loading weights", len(shapes), len(shapes))
 
 
 def _check_shapes(path: Path, stored: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises WeightsError unless orbax's own description of the checkpoint agrees with the manifest."""
     if not isinstance(stored, dict):  # orbax logs what is wrong and goes on without
         raise WeightsError(f"{path}: orbax's description of it is corrupt: convert again")
-    found = {name: tuple(leaf.shape) for name, leaf in stored.items()}
+    found = {name: _joined_shape(pieces) for name, pieces in stored.items()}
     for name in shapes.keys() | found.keys():
         if shapes.get(name) != found.get(name):
             raise WeightsError(
@@ -200,17 +167,32 @@ def _check_shapes(path: Path, stored: Any, shapes: Mapping[str, tuple[int, ...]]
             )
 
 
-def _groups(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
-    group: list[str] = []
-    nbytes = 0
-    for name, leaf in abstract.items():
-        group.append(name)
-        nbytes += prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        if nbytes >= READ_GROUP_BYTES:
+def _joined_shape(pieces: Any) -> tuple[int, ...] | None:
+    """The shape of a parameter from its pieces; None where they can't be joined."""
+    if not isinstance(pieces, dict) or list(pieces) != [_key(i) for i in range(len(pieces))]:
+        return None
+    shapes = [tuple(piece.shape) for piece in pieces.values()]
+    if len(shapes) == 1:
+        return shapes[0]
+    if not all(shape and shape[1:] == shapes[0][1:] for shape in shapes):
+        return None
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+
+def _groups(pieces: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Pieces to read in one call, in order: as many as make CONCURRENT_BYTES."""
+    group: dict[str, Any] = {}
+    for key, piece in pieces.items():
+        group[key] = piece
+        if sum(map(_nbytes, group.values())) >= CONCURRENT_BYTES:
             yield group
-            group, nbytes = [], 0
+            group = {}
     if group:
         yield group
+
+
+def _nbytes(leaf: Any) -> int:
+    return prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -220,8 +202,3 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def _budget(sizes: Iterable[int]) -> int:
     """Bytes that orbax may have in flight. It refuses an array that is not smaller than this."""
     return max(CONCURRENT_BYTES, max(sizes, default=0) + 1)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -7,8 +7,9 @@ from math import prod
 from pathlib import Path
 
 from jaxserve.errors import WeightsError
-from jaxserve.weights.checkpoint import CHAT_TEMPLATE, is_checkpoint, write_checkpoint
+from jaxserve.weights.checkpoint import CHAT_TEMPLATE, write_checkpoint
 from jaxserve.weights.loader import param_dtype
+from jaxserve.weights.manifest import is_checkpoint
 from jaxserve.weights.model_files import CHECKPOINTS, open_model
 from jaxserve.weights.progress import Progress
 from jaxserve.weights.staging import require_space, staging_folder, sync, sync_tree
@@ -48,7 +49,7 @@ def convert(
             load.save(model.load_tokenizer(), work)
             if (template := model.chat_template()) is not None:
                 (work / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-            params = model.load_params(dtype, progress)
+            params = dict(model.read_params(dtype, progress))
             write_checkpoint(
                 work, params, model.config, dtype=dtype, source=model.path.name, progress=progress
             )

@@ -198,7 +198,7 @@ class _Parser:
                 (n,) = unpack(self.data, at)
                 at += 8 + n
                 lengths.append(n)
-        except struct.error:
+        except (struct.error, OverflowError):
             at = self.size + 1
         raw = self.take(at - begin, key)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
+import numpy as np
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family_for, family_named
-from jaxserve.weights.checkpoint import is_checkpoint, load_checkpoint_params, read_manifest
+from jaxserve.weights.checkpoint import load_checkpoint_params, read_checkpoint_params
 from jaxserve.weights.gguf import GGUFSource
-from jaxserve.weights.loader import check_tensors, load_params
+from jaxserve.weights.loader import check_tensors, load_params, read_params
+from jaxserve.weights.manifest import is_checkpoint, read_manifest
 from jaxserve.weights.progress import Progress
 from jaxserve.weights.safetensors import SafetensorsSource
 from jaxserve.weights.source import TensorSource
@@ -34,6 +37,10 @@ class ModelFiles(Protocol):
 
     def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
         """Parameters by flat name on the first device; matrices in `dtype`, vectors in float32."""
+        ...
+
+    def read_params(self, dtype: str, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """The same, one by one, in host memory; the receiver may keep them."""
         ...
 
     def load_tokenizer(self) -> Tokenizer: ...
@@ -103,6 +110,9 @@ class _Unconverted:
     def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
         return load_params(self.source, self._rules, self._ignored, dtype, progress=progress)
 
+    def read_params(self, dtype: str, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        return read_params(self.source, self._rules, self._ignored, dtype, progress=progress)
+
     def load_tokenizer(self) -> Tokenizer:
         from jaxserve.tokenizer import load
 
@@ -143,6 +153,9 @@ class _Converted:
 
     def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
         return load_checkpoint_params(self.path, dtype, manifest=self._manifest, progress=progress)
+
+    def read_params(self, dtype: str, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        return read_checkpoint_params(self.path, dtype, manifest=self._manifest, progress=progress)
 
     def load_tokenizer(self) -> Tokenizer:
         from jaxserve.tokenizer import load

@@ -11,13 +11,9 @@ import pytest
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import LayerConfig, ModelConfig
-from jaxserve.weights.checkpoint import (
-    MANIFEST,
-    PARAMS,
-    load_checkpoint_params,
-    read_manifest,
-    write_checkpoint,
-)
+from jaxserve.weights.checkpoint import PARAMS, load_checkpoint_params, write_checkpoint
+from jaxserve.weights.loader import aligned_empty
+from jaxserve.weights.manifest import MANIFEST, read_manifest
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=9, hidden_size=4, intermediate_size=8, num_heads=2, num_kv_heads=1, head_dim=2,
@@ -36,8 +32,7 @@ ARRAYS = {
 def write(folder: Path, arrays: dict[str, np.ndarray] = ARRAYS, dtype: str = "bfloat16") -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
-    params = {name: jax.device_put(array) for name, array in arrays.items()}
-    write_checkpoint(folder, params, CONFIG, dtype=dtype, source="m.gguf")
+    write_checkpoint(folder, arrays, CONFIG, dtype=dtype, source="m.gguf")
     return folder
 
 
@@ -73,12 +68,37 @@ def test_another_dtype_is_cast_exactly_and_vectors_stay_float32(written, tmp_pat
     np.testing.assert_array_equal(np.asarray(narrow["norm"]), arrays["norm"])
 
 
-def test_parameters_restored_in_groups_are_the_same(written, monkeypatch):
-    monkeypatch.setattr("jaxserve.weights.checkpoint.READ_GROUP_BYTES", 1)
+@pytest.mark.parametrize("shape", [(300, 40), (7, 11, 13), (5, 64, 32), (3, 1000)])
+@pytest.mark.parametrize("in_flight", [1, 20_000])
+def test_parameters_stored_in_pieces_are_joined_again(shape, in_flight, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxserve.weights.checkpoint.PIECE_BYTES", 4096)
+    monkeypatch.setattr("jaxserve.weights.checkpoint.CONCURRENT_BYTES", in_flight)
+    array = aligned_empty(shape, np.dtype(ml_dtypes.bfloat16))
+    array[...] = RNG.standard_normal(shape)
+    params = load_checkpoint_params(write(tmp_path / "ck", {"w": array, "b": array[0, :3]}), "bfloat16")
+    np.testing.assert_array_equal(np.asarray(params["w"]), array)
+    np.testing.assert_array_equal(np.asarray(params["b"]), array[0, :3].astype(params["b"].dtype))
+
+
+def test_pieces_are_written_from_where_the_parameter_lies(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxserve.weights.checkpoint.PIECE_BYTES", 4096)
+    array = aligned_empty((100, 24), np.dtype(ml_dtypes.bfloat16))  # a row is 48 bytes, no multiple of 64
+    placed = []
+
+    def device_put(piece: np.ndarray, device: jax.Device) -> jax.Array:
+        placed.append((array.ctypes.data <= piece.ctypes.data, piece.ctypes.data % 64, piece.nbytes))
+        return real(piece, device)
+
+    real = jax.device_put
+    monkeypatch.setattr(jax, "device_put", device_put)
+    write(tmp_path / "ck", {"w": array})
+    assert placed == [(True, 0, 84 * 48), (True, 0, 16 * 48)]
+
+
+def test_progress_counts_parameters(written):
     calls = []
-    params = load_checkpoint_params(written, "bfloat16", progress=lambda *a: calls.append(a[1:]))
+    load_checkpoint_params(written, "bfloat16", progress=lambda *a: calls.append(a[1:]))
     assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    np.testing.assert_array_equal(np.asarray(params["embedding.weight"]), ARRAYS["embedding.weight"])
 
 
 def test_arrays_larger_than_the_memory_budget_are_written_and_restored(tmp_path, monkeypatch):

@@ -160,6 +160,9 @@ BROKEN = {
     "an array of strings that is cut": (
         header(pairs=1) + string("k") + struct.pack("<IIQQ", 9, 8, 2, 2**50) + bytes(64), "truncated",
     ),
+    "an array of strings with an absurd one": (
+        header(pairs=1) + string("k") + struct.pack("<IIQQ", 9, 8, 2, 2**63) + bytes(64), "truncated",
+    ),
     "arrays nested deeply": (
         header(pairs=1) + string("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50, "nests",
     ),

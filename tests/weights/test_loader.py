@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError, WeightsError
-from jaxserve.models.family import Part, WeightRule
+from jaxserve.models.family import Part, WeightRule, stack_layers
 from jaxserve.weights.loader import aligned_empty, load_params
 from jaxserve.weights.source import TensorInfo
 
@@ -68,6 +68,22 @@ def test_parts_are_transformed_in_float32_joined_and_cast(dtype):
     np.testing.assert_array_equal(np.asarray(params["qkv"]), expected.astype(params["qkv"].dtype))
 
 
+def test_layers_are_stacked_in_order():
+    layers = [RNG.standard_normal((4, 3), np.float32) for _ in range(6)]
+    source = ArraySource({f"{x}{i}": layers[2 * i + j] for i in range(3) for j, x in enumerate("ab")})
+    rule = stack_layers("w", 3, [Part("a{}", (4, 3)), Part("b{}", (4, 3), np.negative)])
+    w = np.asarray(load_params(source, [rule], frozenset(), "float32")["w"])
+    expected = [np.concatenate([layers[2 * i], -layers[2 * i + 1]]) for i in range(3)]
+    np.testing.assert_array_equal(w, np.stack(expected))
+
+
+def test_norms_of_all_layers_stay_float32():
+    source = ArraySource({f"norm{i}": np.full(4, 1 / 3, np.float32) for i in range(3)})
+    rule = stack_layers("layers.mlp_norm.weight", 3, [Part("norm{}", (4,))])
+    norm = load_params(source, [rule], frozenset(), "bfloat16")["layers.mlp_norm.weight"]
+    np.testing.assert_array_equal(np.asarray(norm), np.full((3, 4), 1 / 3, np.float32))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_vectors_stay_float32(dtype):
     norm = load_params(ArraySource(ARRAYS), RULES, IGNORED, dtype)["norm"]
@@ -122,7 +138,7 @@ def test_a_dtype_that_is_not_served_is_an_error_with_the_choice():
 def test_progress_rises_to_the_total():
     calls = []
     load_params(ArraySource(ARRAYS), RULES, IGNORED, "bfloat16", progress=lambda *a: calls.append(a))
-    assert [c[1:] for c in calls] == [(0, 2), (1, 2), (2, 2)]
+    assert [c[1:] for c in calls] == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_place_decides_where_a_parameter_goes():

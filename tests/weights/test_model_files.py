@@ -8,9 +8,9 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.numpy import save_file
 
 from jaxserve.errors import WeightsError
-from jaxserve.weights.checkpoint import MANIFEST
 from jaxserve.weights.convert import convert
 from jaxserve.weights.gguf import GGUFSource
+from jaxserve.weights.manifest import MANIFEST
 from jaxserve.weights.model_files import find_model, open_model
 
 
@@ -27,7 +27,7 @@ def test_a_gguf_file_gives_config_parameters_tokenizer_and_template(tiny_gguf):
     assert {name: array.shape for name, array in params.items()} == model.param_shapes
     source = GGUFSource(tiny_gguf)
     np.testing.assert_array_equal(
-        np.asarray(params["layers.1.mlp.gate_up.weight"]),
+        np.asarray(params["layers.mlp.gate_up.weight"][1]),
         np.concatenate([source.read(f"blk.1.ffn_{x}.weight") for x in ("gate", "up")]),
     )
     tokenizer = model.load_tokenizer()
@@ -62,7 +62,7 @@ def test_a_hugging_face_folder_is_opened(tiny_gguf, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     model = open_model("org/name", checkpoints=tmp_path)
     assert (model.format, model.name, model.config) == ("safetensors", "org/name", c)
-    qkv = np.asarray(model.load_params("float32")["layers.0.attention.qkv.weight"])
+    qkv = np.asarray(model.load_params("float32")["layers.attention.qkv.weight"][0])
     parts = [tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]
     np.testing.assert_array_equal(qkv, np.concatenate(parts))
 
