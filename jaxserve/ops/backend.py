@@ -56,9 +56,22 @@ def choose(attention: str = "auto", linear: str = "auto") -> Backend:
     )
 
 
-def _native_attention(q, k_pool, v_pool, layer, window, *rows, page_size, scale):  # type: ignore[no-untyped-def]
+def _native_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: jax.Array,
+    window: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    page_size: int,
+    scale: float,
+) -> jax.Array:
     from jaxserve import native
 
     return native.paged_attention(
-        q, k_pool, v_pool, *rows, layer, page_size=page_size, scale=scale, window=window
-    )
+        q, k_pool, v_pool, page_table, context_lens, query_lens, layer,
+        page_size=page_size, scale=scale, window=window,
+    )  # fmt: skip

@@ -26,18 +26,18 @@ class SamplingState(NamedTuple):
     seed: jax.Array  # [B, 2] uint32, the halves of the request's 64-bit seed
 
 
+def greedy(logits: jax.Array) -> jax.Array:
+    """The ids [B] of the largest of `logits` [B, V]; of equals the first."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
 def sample(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
     """Ids [B] from float32 `logits` [B, V]; `positions` [B] are the sampled tokens' positions.
 
     A row's draw depends on its logits, its parameters and fold_in(key(seed), position), so neither on
-    its slot nor on its batch-mates. A batch of greedy rows costs an argmax. NaN logits give id 0.
+    its slot nor on its batch-mates. Rows of temperature 0 are greedy.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def draw() -> jax.Array:
-        return jnp.where(state.temperature > 0, _draw(logits, state, positions), greedy)
-
-    return jax.lax.cond(jnp.any(state.temperature > 0), draw, lambda: greedy)
+    return jnp.where(state.temperature > 0, _draw(logits, state, positions), greedy(logits))
 
 
 def _draw(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:

@@ -22,12 +22,12 @@ from jaxserve.models.decoder import DType, abstract_decoder
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
-from jaxserve.runtime.step import make_step
+from jaxserve.runtime.step import Rows, make_forward, make_sampler
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-Key = tuple[str, int, int]  # kind, B, Q
+Key = tuple[str, int, int]  # ("prefill" | "decode", B, Q), or ("greedy" | "random", B, 1) for sampling
 Handle = list[tuple[Step, jax.Array]]
 
 
@@ -55,17 +55,27 @@ class ModelRunner:
         self._steps = compile_steps(decoder, self._leaves, kv, state, config, backend, progress)
         self._kv: Any = zeros(kv)
         self._state: Any = zeros(state)
+        self._is_random = [False] * config.max_num_seqs  # by slot: its sampling parameters say so
 
     def launch(self, plan: Plan) -> Handle:
         """Start the plan's steps on the device, in order, and the copies of their ids to the host."""
         handle: Handle = []
         for step in plan.steps:
-            compiled = self._steps[step.kind, step.batch, step.queries]
+            forward = self._steps[step.kind, step.batch, step.queries]
+            sampler = self._steps[self._sampler_kind(step), step.batch, 1]
             packed = layout.pack(step, self.config)
-            self._kv, self._state, ids = compiled(self._leaves, self._kv, self._state, packed)
+            self._kv, self._state, logits, rows = forward(self._leaves, self._kv, self._state, packed)
+            self._state, ids = sampler(self._state, logits, rows)
             ids.copy_to_host_async()
             handle.append((step, ids))
         return handle
+
+    def _sampler_kind(self, step: Step) -> str:
+        for row in step.rows:
+            if row.params is not None:
+                self._is_random[row.slot] = row.params.temperature > 0
+        is_random = self._is_random
+        return "random" if any(row.sample and is_random[row.slot] for row in step.rows) else "greedy"
 
     def fetch(self, handle: Handle) -> tuple[StepResult, ...]:
         """Wait for the ids of a launch."""
@@ -73,10 +83,15 @@ class ModelRunner:
 
 
 def shapes(config: EngineConfig) -> list[Key]:
-    """Every step that the engine can ask for, the costliest to compile first."""
+    """Every program that the engine can ask for, the costliest to compile first."""
     prefill = [("prefill", batch, queries) for batch, queries in config.prefill_buckets]
     decode = [("decode", batch, 1) for batch in config.decode_buckets]
-    return sorted(prefill + decode, key=lambda key: -key[1] * key[2])
+    batches = sorted({batch for _, batch, _ in prefill + decode})
+    return [
+        *(("random", batch, 1) for batch in batches),
+        *sorted(prefill + decode, key=lambda key: -key[1] * key[2]),
+        *(("greedy", batch, 1) for batch in batches),
+    ]
 
 
 def order_params(decoder: Any, params: dict[str, jax.Array]) -> list[jax.Array]:
@@ -108,15 +123,25 @@ def compile_steps(
 ) -> dict[Key, Any]:
     """Lower and compile every shape, several at a time. `leaves`, `kv` and `state` may be abstract."""
     keys = shapes(config)
-    steps = {
-        kind: jax.jit(make_step(kind, decoder, config, backend), donate_argnums=(1, 2))
+    forward = {
+        kind: jax.jit(make_forward(kind, decoder, config, backend), donate_argnums=(1, 2))
         for kind in ("prefill", "decode")
+    }
+    sampler = {
+        kind: jax.jit(make_sampler(config, random=kind == "random"), donate_argnums=0)
+        for kind in ("greedy", "random")
     }
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def compile_one(key: Key) -> Any:
-        packed = jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
-        return steps[key[0]].lower(abstract, kv, state, packed).compile()
+        kind, batch, _ = key
+        if kind in forward:
+            packed = jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
+            return forward[kind].lower(abstract, kv, state, packed).compile()
+        logits = jax.ShapeDtypeStruct((batch, decoder.config.vocab_size), jnp.float32)
+        index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        rows = Rows(index, index, jax.ShapeDtypeStruct((batch,), jnp.bool_))  # type: ignore[arg-type]
+        return sampler[kind].lower(state, logits, rows).compile()
 
     began = time.monotonic()
     compiled: dict[Key, Any] = {}

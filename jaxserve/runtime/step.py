@@ -1,12 +1,14 @@
-"""The two pure functions that are compiled: a prefill rectangle and a decode step.
+"""The pure functions that are compiled: the forward pass of a rectangle, and picking a token a row.
 
-Both take the weights as flat leaves, update the donated KV pool and slot state in place, and return one
-sampled id a row.
+They are two programs because they vary in different ways: the forward pass with (B, Q), sampling with B
+and with whether any row draws at random. Together they would be compiled for every combination, and a
+greedy batch would carry the code of all filters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +17,38 @@ from flax import nnx
 from jaxserve.engine.config import EngineConfig
 from jaxserve.models.decoder import Batch, Decoder, KVCache
 from jaxserve.ops.backend import Backend
-from jaxserve.ops.sampling import sample
+from jaxserve.ops.sampling import greedy, sample
 from jaxserve.runtime import batch as layout
 from jaxserve.runtime.state import NUM_PARAMS, SlotState, unpack_params
 
-StepFunction = Callable[
-    [list[jax.Array], KVCache, SlotState, jax.Array], tuple[KVCache, SlotState, jax.Array]
+
+class Rows(NamedTuple):
+    """What sampling needs of a step's rows."""
+
+    slots: jax.Array  # [B]
+    positions: jax.Array  # [B] of the token to pick
+    sampled: jax.Array  # [B] bool: this row yields a token
+
+
+Forward = Callable[
+    [list[jax.Array], KVCache, SlotState, jax.Array], tuple[KVCache, SlotState, jax.Array, Rows]
 ]
+Sampler = Callable[[SlotState, jax.Array, Rows], tuple[SlotState, jax.Array]]
 
 
-def make_step(kind: str, model: Decoder, config: EngineConfig, backend: Backend) -> StepFunction:
-    """step(leaves, kv, state, packed) -> (kv, state, ids [B]), for `packed` as in runtime/batch.py.
+def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backend) -> Forward:
+    """forward(leaves, kv, state, packed) -> (kv, state, logits [B, V], rows); kv and state are donated.
 
-    `leaves` are the parameters in the order of `jax.tree.leaves(nnx.split(model)[1])`.
+    `packed` is as in runtime/batch.py; `leaves` are the parameters in the order of
+    `jax.tree.leaves(nnx.split(model)[1])`. Logits are those of each row's last query.
     """
     graph, abstract = nnx.split(model)
     structure = jax.tree.structure(abstract)
     read = _read_prefill if kind == "prefill" else _read_decode
 
-    def step(
+    def forward(
         leaves: list[jax.Array], kv: KVCache, state: SlotState, packed: jax.Array
-    ) -> tuple[KVCache, SlotState, jax.Array]:
+    ) -> tuple[KVCache, SlotState, jax.Array, Rows]:
         decoder = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
         slots = packed[:, layout.SLOT]
         state, tokens, query_lens, sampled = read(state, packed, config)
@@ -44,13 +57,28 @@ def make_step(kind: str, model: Decoder, config: EngineConfig, backend: Backend)
         last = jnp.maximum(query_lens - 1, 0)[:, None, None]
         final = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # [B, H] only these rows need logits
         logits = decoder.logits(final, backend)
-        ids = sample(logits, unpack_params(state.params[slots]), batch.start + query_lens)
-        # A row that yields no token leaves its slot's last id alone.
-        trash = config.max_num_seqs
-        last_id = state.last_id.at[jnp.where(sampled, slots, trash)].set(ids, mode="promise_in_bounds")
-        return kv, state._replace(last_id=last_id), ids
+        return kv, state, logits, Rows(slots, batch.start + query_lens, sampled)
 
-    return step
+    return forward
+
+
+def make_sampler(config: EngineConfig, *, random: bool) -> Sampler:
+    """sampler(state, logits, rows) -> (state, ids [B]); state is donated, its last ids are set.
+
+    Without `random` every row takes its likeliest token, whatever its parameters say.
+    """
+    trash = config.max_num_seqs
+
+    def sampler(state: SlotState, logits: jax.Array, rows: Rows) -> tuple[SlotState, jax.Array]:
+        if random:
+            ids = sample(logits, unpack_params(state.params[rows.slots]), rows.positions)
+        else:
+            ids = greedy(logits)
+        # A row that yields no token leaves its slot's last id alone.
+        target = jnp.where(rows.sampled, rows.slots, trash)
+        return state._replace(last_id=state.last_id.at[target].set(ids, mode="promise_in_bounds")), ids
+
+    return sampler
 
 
 def _read_prefill(
