@@ -19,7 +19,10 @@ KERNELS = Extension(
     language="c++",
     # No -march: each source picks its instruction set, and the CPU is asked at run time. Fused
     # multiply-adds are written out, so that every path rounds alike.
-    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-w", "-pthread"],
+    extra_compile_args=[
+        *("-std=c++17", "-O3", "-g0", "-ffp-contract=off"),
+        *("-fvisibility=hidden", "-pthread", "-w"),
+    ],
     extra_link_args=["-pthread"],
     optional=True,
 )

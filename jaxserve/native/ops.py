@@ -72,14 +72,14 @@ def paged_attention(
     Raises ValueError for shapes or dtypes that don't fit, NativeUnavailable without the kernels.
     """
     load()
-    axes = 3 if layer is None else 4
-    if q.ndim != 4 or k_pages.ndim != axes or k_pages.shape != v_pages.shape or k_pages.shape[-1] != q.shape[3]:
+    pool_shape = k_pages.shape if layer is None else k_pages.shape[1:]
+    if q.ndim != 4 or len(pool_shape) != 3 or k_pages.shape != v_pages.shape or pool_shape[2] != q.shape[3]:
         raise ValueError(
             f"paged_attention: q {q.shape}, k_pages {k_pages.shape} and v_pages {v_pages.shape} "
             "must be [B, Q, N, D] and twice [slots, K, D], or [L, slots, K, D] with a layer"
         )
     batch, _, heads, head_dim = q.shape
-    slots, kv_heads, _ = k_pages.shape[-3:]
+    slots, kv_heads, _ = pool_shape
     if heads % kv_heads or head_dim % 16:
         raise ValueError(
             f"paged_attention: {heads} heads of {head_dim} over {kv_heads} kv heads; the heads must be a "

@@ -25,8 +25,9 @@ def self_test() -> None:
                 w = jnp.asarray(rng.standard_normal((37, 88)), dtype)
                 got = linear(x, w, out_dtype=jnp.float32)
                 stacked = linear(x, jnp.stack([w * 0, w]), jnp.int32(1), out_dtype=jnp.float32)
-                _compare(f"linear of a second layer with {rows} rows", stacked, _float64(got))
-                _compare(f"linear with {rows} rows of {jnp.dtype(dtype).name}", got, _float64(x) @ _float64(w).T)
+                case = f"linear with {rows} rows of {jnp.dtype(dtype).name}"
+                _compare(case, got, _float64(x) @ _float64(w).T)
+                _compare(f"{case}, second layer", stacked, _float64(got))
         for window, soft_cap in ((None, None), (40, 20.0)):
             _check_attention(rng, window, soft_cap)
 
@@ -37,15 +38,10 @@ def _check_attention(rng: np.random.Generator, window: int | None, soft_cap: flo
     table = rng.permutation(30).reshape(3, 10).astype(np.int32)
     q = jnp.asarray(rng.standard_normal((3, 8, heads, dim)), jnp.float32)
     k, v = (jnp.asarray(rng.standard_normal((30 * page_size, kv_heads, dim)), jnp.bfloat16) for _ in range(2))
-    got = paged_attention(
-        q, k, v, jnp.asarray(table), jnp.asarray(context_lens), jnp.asarray(query_lens),
-        page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap,
-    )  # fmt: skip
-    stacked = paged_attention(
-        q, jnp.stack([k * 0, k]), jnp.stack([v * 0, v]), jnp.asarray(table), jnp.asarray(context_lens),
-        jnp.asarray(query_lens), jnp.int32(1), page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap,
-    )  # fmt: skip
-    _compare("paged_attention of a second layer", stacked, _float64(got))
+    rows = [jnp.asarray(array) for array in (table, context_lens, query_lens)]
+    how = {"page_size": page_size, "scale": 0.25, "window": window, "soft_cap": soft_cap}
+    got = paged_attention(q, k, v, *rows, **how)
+    stacked = paged_attention(q, jnp.stack([k * 0, k]), jnp.stack([v * 0, v]), *rows, jnp.int32(1), **how)
     want = np.zeros(q.shape)
     for b in range(3):
         slots = (table[b, :, None] * page_size + np.arange(page_size)).ravel()[: context_lens[b]]
@@ -58,7 +54,9 @@ def _check_attention(rng: np.random.Generator, window: int | None, soft_cap: flo
                 s = soft_cap * np.tanh(s / soft_cap) if soft_cap else s
                 p = np.exp(s - s.max())
                 want[b, i, h] = p @ _float64(v)[seen, head] / p.sum()
-    _compare(f"paged_attention with window {window} and soft cap {soft_cap}", got, want)
+    case = f"paged_attention with window {window} and soft cap {soft_cap}"
+    _compare(case, got, want)
+    _compare(f"{case}, second layer", stacked, _float64(got))
 
 
 def _float64(x: jax.Array) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The kernels, once for each instruction set that this CPU runs. Skips, with the reason, where there are none."""
+"""The kernels, once for each instruction set that this CPU runs, or a skip with the reason."""
 
 from __future__ import annotations
 

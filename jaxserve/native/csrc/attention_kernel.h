@@ -250,16 +250,15 @@ class Attention {
     for (int64_t t = 0; t < keys; t += kLanes) {
       float* dst = out + t / kTileCols * kTileCols * dim_ + t % kTileCols;
       for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
-        const KV* rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-          rows[i] = pages + block.offset[t + i] + d;
-          if (d % (64 / sizeof(KV)) == 0) __builtin_prefetch(pages + next.offset[t + i] + d, 0, 2);
+        const auto row = [&](int i) { return pages + block.offset[t + i] + d; };
+        if (d % (64 / sizeof(KV)) == 0) {
+          for (int i = 0; i < kLanes; ++i) __builtin_prefetch(pages + next.offset[t + i] + d, 0, 2);
         }
         // A pair of bfloat16 lies in one lane, a pair of floats in the two halves.
         if (sizeof(KV) == 2) {
-          store_pairs_transposed(rows, dst + d * kTileCols, 2 * kTileCols, kTileCols);
+          store_pairs_transposed(pages, row, dst + d * kTileCols, 2 * kTileCols, kTileCols);
         } else {
-          store_pairs_transposed(rows, dst + d * kTileCols, kTileCols, kLanes * kTileCols);
+          store_pairs_transposed(pages, row, dst + d * kTileCols, kTileCols, kLanes * kTileCols);
         }
       }
     }

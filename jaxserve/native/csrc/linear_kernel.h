@@ -7,10 +7,10 @@
 //   many rows  `tile`: a vector runs along N and a block is computed lane by lane, on weights that were
 //              unpacked to float32 and transposed once for all rows
 
-constexpr int64_t kGroup = 2 * kLanes;             // elements that one load_pair() takes
+constexpr int64_t kGroup = 2 * kLanes;             // elements that a pair of load_half() takes
 constexpr int64_t kBlockSteps = 256;               // of each lane: a lane of a weight panel stays in L1
 constexpr int64_t kBlock = kBlockSteps * kLanes;   // elements of K
-constexpr int64_t kDotRows = 8;                    // up to here, `dot`
+constexpr int64_t kDotRows = 16;                   // up to here, `dot`
 constexpr int64_t kDotCols = 12;                   // channels that `dot` takes at once
 constexpr int64_t kPassRows = 504;                 // rows that `tile` takes at once: bounds the scratch memory
 constexpr int64_t kChunkBytes = 128 << 10;         // of weights: what a thread takes at a time
@@ -21,7 +21,7 @@ struct SumTag {};
 
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Where element `o` of a group ends up after load_pair(): its vector (0 or 1) and its lane.
+// Where element `o` of a group ends up after load_half(): its half and its lane.
 template <typename W>
 inline int pair_half(int o) { return sizeof(W) == 2 ? o & 1 : o / kLanes; }
 template <typename W>
@@ -46,11 +46,14 @@ inline void write_sums(const LinearArgs& args, int64_t row, int64_t col, int64_t
 
 // ---- few rows ----
 
-// x as float32 in the order of load_pair(), rows of round_up(k, kGroup) with zeros at the end.
+// Floats from one row of x to the next: off a power of two, whose rows would fight for cache sets.
+inline int64_t dot_row_stride(int64_t k) { return round_up(k, 128) + 48; }
+
+// x as float32 in the order of load_half(), with zeros up to round_up(k, kGroup).
 template <typename W, typename X>
 void unpack_for_dot(const X* x, int64_t m, int64_t k, float* out) {
   const int64_t padded = round_up(k, kGroup);
-  for (int64_t row = 0; row < m; ++row, x += k, out += padded) {
+  for (int64_t row = 0; row < m; ++row, x += k, out += dot_row_stride(k)) {
     for (int64_t g = 0; g < padded; g += kGroup) {
       for (int o = 0; o < kGroup; ++o) {
         const float value = g + o < k ? to_float(x[g + o]) : 0.0f;
@@ -73,14 +76,18 @@ inline void dot(const float* x, int64_t x_row, const W* w, int64_t k, int64_t be
   }
   for (int64_t i = begin; i < end; i += kGroup) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kCols; ++c) {
-      vf a, b;
-      load_pair(w + c * k + i, a, b);
-      __builtin_prefetch(w + (c + kDotCols) * k + i, 0, 2);
+    for (int c = 0; c < kCols; ++c) __builtin_prefetch(w + (c + kDotCols) * k + i, 0, 2);
+    // One half of the group after the other: kCols vectors of w stay in registers for all rows.
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      vf y[kCols];
+#pragma GCC unroll 8
+      for (int c = 0; c < kCols; ++c) y[c] = load_half(w + c * k + i, half);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        sum[r][c] = fma(load(x + r * x_row + i), a, sum[r][c]);
-        sum[r][c] = fma(load(x + r * x_row + i + kLanes), b, sum[r][c]);
+        const vf v = load(x + r * x_row + i + half * kLanes);
+#pragma GCC unroll 8
+        for (int c = 0; c < kCols; ++c) sum[r][c] = fma(v, y[c], sum[r][c]);
       }
     }
   }
@@ -102,13 +109,13 @@ inline void dot_cols(const float* x, int64_t x_row, const W* w, int64_t k, int64
 // y of `cols` <= kDotCols channels from `col` on.
 template <typename W>
 void dot_channels(const LinearArgs& args, const float* x, int64_t col, int64_t cols) {
-  const int64_t k = args.k, m = args.m, padded = round_up(k, kGroup), full = k / kGroup * kGroup;
+  const int64_t k = args.k, m = args.m, x_row = dot_row_stride(k), full = k / kGroup * kGroup;
   const W* w = static_cast<const W*>(args.w) + col * k;
   const int64_t sums = round_up(m * kDotCols, kLanes);
   // What all rows need of x at a time stays in L1.
-  const int64_t piece = m <= 2 ? kBlock : m <= 4 ? kBlock / 2 : kBlock / 4;
+  const int64_t piece = m <= 2 ? kBlock : m <= 4 ? kBlock / 2 : m <= 12 ? kBlock / 4 : kBlock / 8;
   float total[kDotRows * kDotCols] = {};
-  for (int64_t start = 0; start < padded; start += kBlock) {
+  for (int64_t start = 0; start < k; start += kBlock) {
     float acc[kDotRows * kDotCols * kLanes];
     std::memset(acc, 0, sums * kLanes * sizeof(float));
     const int64_t end = start + kBlock < full ? start + kBlock : full;
@@ -117,7 +124,7 @@ void dot_channels(const LinearArgs& args, const float* x, int64_t col, int64_t c
       if (cols < kDotCols) {
         for (int64_t r = 0; r < m; ++r) {
           for (int64_t c = 0; c < cols; ++c) {
-            dot<1, 1, W>(x + r * padded, padded, w + c * k, k, begin, stop, acc + (r * kDotCols + c) * kLanes, 0);
+            dot<1, 1, W>(x + r * x_row, x_row, w + c * k, k, begin, stop, acc + (r * kDotCols + c) * kLanes, 0);
           }
         }
         continue;
@@ -125,22 +132,22 @@ void dot_channels(const LinearArgs& args, const float* x, int64_t col, int64_t c
       const int64_t tiles = (m + 3) / 4;
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t row = m * i / tiles, rows = m * (i + 1) / tiles - row;
-        const float* xs = x + row * padded;
+        const float* xs = x + row * x_row;
         float* part = acc + row * kDotCols * kLanes;
         switch (rows) {
-          case 1: dot_cols<1, 4, W>(xs, padded, w, k, begin, stop, part); break;
-          case 2: dot_cols<2, 4, W>(xs, padded, w, k, begin, stop, part); break;
-          case 3: dot_cols<3, 4, W>(xs, padded, w, k, begin, stop, part); break;
-          case 4: dot_cols<4, 3, W>(xs, padded, w, k, begin, stop, part); break;
+          case 1: dot_cols<1, 4, W>(xs, x_row, w, k, begin, stop, part); break;
+          case 2: dot_cols<2, 4, W>(xs, x_row, w, k, begin, stop, part); break;
+          case 3: dot_cols<3, 3, W>(xs, x_row, w, k, begin, stop, part); break;
+          case 4: dot_cols<4, 3, W>(xs, x_row, w, k, begin, stop, part); break;
         }
       }
     }
-    if (full < padded && padded <= start + kBlock) {
+    if (full < k && k <= start + kBlock) {
       for (int64_t c = 0; c < cols; ++c) {
         W tail[kGroup];
         padded_tail(w + c * k, full, k, tail);
         for (int64_t r = 0; r < m; ++r) {
-          dot<1, 1, W>(x + r * padded + full, padded, tail, 0, 0, kGroup, acc + (r * kDotCols + c) * kLanes, 0);
+          dot<1, 1, W>(x + r * x_row + full, x_row, tail, 0, 0, kGroup, acc + (r * kDotCols + c) * kLanes, 0);
         }
       }
     }
@@ -151,7 +158,7 @@ void dot_channels(const LinearArgs& args, const float* x, int64_t col, int64_t c
 
 template <typename W>
 void linear_dot(const LinearArgs& args, Pool& pool) {
-  float* x = thread_scratch<XTag>(args.m * round_up(args.k, kGroup));
+  float* x = thread_scratch<XTag>(args.m * dot_row_stride(args.k));
   if (args.x_dtype == Dtype::kBfloat16) {
     unpack_for_dot<W>(static_cast<const bf16*>(args.x), args.m, args.k, x);
   } else {
@@ -194,22 +201,32 @@ inline int64_t panel_lane_stride(int64_t steps) { return steps * kTileCols + kTi
 // [lane][step][channel]. Channels past n repeat the last one.
 template <typename W>
 void pack_panel(const W* w, int64_t n, int64_t k, int64_t col, int64_t start, int64_t length, float* out) {
-  const int64_t full = k / kGroup * kGroup, lane_stride = panel_lane_stride(length / kLanes);
-  const W* rows[kTileCols];
-  for (int c = 0; c < kTileCols; ++c) rows[c] = w + (col + c < n ? col + c : n - 1) * k;
-  const int64_t end = start + length < full ? start + length : full;
-  for (int64_t i = start; i < end; i += kGroup, out += 2 * kTileCols) {
-    const W* group[kTileCols];
-    for (int c = 0; c < kTileCols; ++c) group[c] = rows[c] + i;
-    store_pairs_transposed(group, out, lane_stride, kTileCols);
-    store_pairs_transposed(group + kLanes, out + kLanes, lane_stride, kTileCols);
-  }
-  if (end < start + length) {
-    const W* group[kTileCols];
-    W tail[kTileCols][kGroup];
-    for (int c = 0; c < kTileCols; ++c) group[c] = padded_tail(rows[c], full, k, tail[c]);
-    store_pairs_transposed(group, out, lane_stride, kTileCols);
-    store_pairs_transposed(group + kLanes, out + kLanes, lane_stride, kTileCols);
+  const int64_t lane_stride = panel_lane_stride(length / kLanes);
+  // Rows that lie a multiple of 4096 bytes apart share their cache sets, so pieces of them are copied first.
+  constexpr int64_t kPiece = 512 / sizeof(W), kRow = kPiece + 64 / sizeof(W);
+  constexpr int64_t kVector = kLanes * sizeof(float) / sizeof(W);  // elements
+  alignas(64) W piece[kTileCols * kRow];
+  for (int64_t i = start; i < start + length; i += kPiece) {
+    const int64_t real = k - i < kPiece ? k - i : kPiece;
+    for (int64_t c = 0; c < kTileCols; ++c) {
+      const W* from = w + (col + c < n ? col + c : n - 1) * k + i;
+      W* to = piece + c * kRow;
+      if (real == kPiece) {
+        for (int64_t o = 0; o < kPiece; o += kVector) {
+          store(reinterpret_cast<float*>(to + o), load(reinterpret_cast<const float*>(from + o)));
+        }
+      } else {
+        std::memset(static_cast<void*>(to), 0, kPiece * sizeof(W));
+        std::memcpy(static_cast<void*>(to), from, real * sizeof(W));
+      }
+    }
+    for (int64_t g = 0; g < kPiece && i + g < start + length; g += kGroup, out += 2 * kTileCols) {
+      const W* first = piece + g;
+      for (int half = 0; half < kTileCols; half += kLanes) {
+        const auto row = [=](int c) { return first + (half + c) * kRow; };
+        store_pairs_transposed(first, row, out + half, lane_stride, kTileCols);
+      }
+    }
   }
 }
 

@@ -29,17 +29,13 @@ inline vf scale_by_power_of_two(vf x, vf n) {
   return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
 }
 
-// 2 * kLanes bfloat16: `a` takes the even elements, `b` the odd ones.
-inline void load_pair(const bf16* p, vf& a, vf& b) {
+// Half of 2 * kLanes elements: of bfloat16 the even (0) or the odd ones (1), of floats the first or the last.
+inline vf load_half(const bf16* p, int half) {
   const vi v = _mm256_loadu_si256(reinterpret_cast<const vi*>(p));
-  a = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
-  b = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  if (half == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+  return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
-// 2 * kLanes floats: `a` takes the first half, `b` the second one.
-inline void load_pair(const float* p, vf& a, vf& b) {
-  a = _mm256_loadu_ps(p);
-  b = _mm256_loadu_ps(p + kLanes);
-}
+inline vf load_half(const float* p, int half) { return _mm256_loadu_ps(p + half * kLanes); }
 
 // kLanes elements in their order.
 inline vf load_row(const bf16* p) {
@@ -49,12 +45,13 @@ inline vf load_row(const bf16* p) {
 inline vf load_row(const float* p) { return _mm256_loadu_ps(p); }
 
 // Floats [0, 4) of eight rows, transposed: r[j] holds element j of each row.
-inline void load_transposed_4(const float* const rows[kLanes], int64_t offset, vf r[4]) {
+template <typename Row>
+inline void load_transposed_4(const Row& row, vf r[4]) {
   vf t[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m128 low = _mm_loadu_ps(rows[i] + offset);
-    t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(low), _mm_loadu_ps(rows[i + 4] + offset), 1);
+    const __m128 low = _mm_loadu_ps(row(i));
+    t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(low), _mm_loadu_ps(row(i + 4)), 1);
   }
   const vf u0 = _mm256_unpacklo_ps(t[0], t[1]), u1 = _mm256_unpackhi_ps(t[0], t[1]);
   const vf u2 = _mm256_unpacklo_ps(t[2], t[3]), u3 = _mm256_unpackhi_ps(t[2], t[3]);
@@ -66,29 +63,25 @@ inline void load_transposed_4(const float* const rows[kLanes], int64_t offset, v
 
 // total + lane 0 + lane 1 + ... of kLanes vectors that lie one after the other at `p`.
 inline vf add_lanes_in_order(vf total, const float* p) {
-  const float* rows[kLanes];
-  for (int i = 0; i < kLanes; ++i) rows[i] = p + i * kLanes;
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     vf r[4];
-    load_transposed_4(rows, 4 * half, r);
+    load_transposed_4([=](int i) { return p + i * kLanes + 4 * half; }, r);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) total = add(total, r[j]);
   }
   return total;
 }
 
-// kLanes rows of 2 * kLanes elements, given by pointers, as kLanes pairs of vectors: out + j * lane_stride
-// and out + half_stride + j * lane_stride receive what load_pair() puts into lane j of its `a` and `b`.
-inline void store_pairs_transposed(const bf16* const rows[kLanes], float* out, int64_t lane_stride,
-                                   int64_t half_stride) {
-  const float* words[kLanes];
-  for (int i = 0; i < kLanes; ++i) words[i] = reinterpret_cast<const float*>(rows[i]);
+// kLanes rows of 2 * kLanes elements, `row(i)` points to one, as kLanes pairs of vectors: out + j * lane_stride
+// and out + half_stride + j * lane_stride receive lane j of load_half() 0 and 1.
+template <typename Row>
+inline void store_pairs_transposed(const bf16*, const Row& row, float* out, int64_t lane_stride, int64_t half_stride) {
   const vf high = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     vf r[4];
-    load_transposed_4(words, 4 * half, r);
+    load_transposed_4([&](int i) { return reinterpret_cast<const float*>(row(i)) + 4 * half; }, r);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       float* dst = out + (4 * half + j) * lane_stride;
@@ -97,12 +90,15 @@ inline void store_pairs_transposed(const bf16* const rows[kLanes], float* out, i
     }
   }
 }
-inline void store_pairs_transposed(const float* const rows[kLanes], float* out, int64_t lane_stride,
+template <typename Row>
+inline void store_pairs_transposed(const float*, const Row& row, float* out, int64_t lane_stride,
                                    int64_t half_stride) {
+#pragma GCC unroll 4
   for (int quarter = 0; quarter < 4; ++quarter) {
     vf r[4];
-    load_transposed_4(rows, 4 * quarter, r);
+    load_transposed_4([&](int i) { return row(i) + 4 * quarter; }, r);
     float* dst = out + quarter / 2 * half_stride + quarter % 2 * 4 * lane_stride;
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) store(dst + j * lane_stride, r[j]);
   }
 }

@@ -32,19 +32,15 @@ inline vf scale_by_power_of_two(vf x, vf n) {
   return x * power;
 }
 
-inline void load_pair(const bf16* p, vf& a, vf& b) {
+inline vf load_half(const bf16* p, int half) {
   vi v;
   std::memcpy(&v, p, sizeof v);
-
-  const vi even = v << 16;
-  const vi odd = v & static_cast<int32_t>(0xffff0000u);
-  std::memcpy(&a, &even, sizeof a);
-  std::memcpy(&b, &odd, sizeof b);
+  v = half == 0 ? v << 16 : v & static_cast<int32_t>(0xffff0000u);
+  vf result;
+  std::memcpy(&result, &v, sizeof result);
+  return result;
 }
-inline void load_pair(const float* p, vf& a, vf& b) {
-  a = load(p);
-  b = load(p + kLanes);
-}
+inline vf load_half(const float* p, int half) { return load(p + half * kLanes); }
 
 template <typename T>
 inline vf load_row(const T* p) {
@@ -56,11 +52,13 @@ inline vf add_lanes_in_order(vf total, const float* p) {
   return total;
 }
 
-template <typename T>
-inline void store_pairs_transposed(const T* const rows[kLanes], float* out, int64_t lane_stride,
-                                   int64_t half_stride) {
+template <typename T, typename Row>
+inline void store_pairs_transposed(const T*, const Row& row, float* out, int64_t lane_stride, int64_t half_stride) {
   vf x[kLanes], y[kLanes];
-  for (int row = 0; row < kLanes; ++row) load_pair(rows[row], x[row], y[row]);
+  for (int i = 0; i < kLanes; ++i) {
+    x[i] = load_half(row(i), 0);
+    y[i] = load_half(row(i), 1);
+  }
   for (int j = 0; j < kLanes; ++j, out += lane_stride) {
     store(out, vf{x[0][j], x[1][j], x[2][j], x[3][j]});
     store(out + half_stride, vf{y[0][j], y[1][j], y[2][j], y[3][j]});
