@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Where a decode step's time goes, and how far it is from the memory floor.
+
+    .venv/bin/python scripts/bench_steps.py smollm2-135m --rows 1 8 32 --context 136 1000
+
+Dense layers, attention and sampling are timed alone, each as one compiled loop over all layers with the
+model's own weights; "other" is what is left of the whole step (norms, RoPE, cache writes, loop). Host is
+what the engine's thread spends to pack and launch a step while the device works, so it only counts where
+it is longer than the step. The floor is (weights + live KV, in bytes) / (read bandwidth measured here).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.plan import Plan, Row, Step
+from jaxserve.launch import use_compile_cache
+from jaxserve.models.decoder import NO_WINDOW
+from jaxserve.ops.backend import choose
+from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.state import kv_bytes_per_token
+from jaxserve.types import SamplingParams
+from jaxserve.weights.model_files import open_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, nargs="+", default=[136, 1000])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--linear-backend", default="auto")
+    parser.add_argument("--page-size", type=int, default=EngineConfig.page_size)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeat", type=int, default=15, help="median of this many")
+    args = parser.parse_args()
+
+    use_compile_cache(None)
+    files = open_model(args.model)
+    params = files.load_params(args.dtype)
+    model = files.config
+    backend = choose(args.attention_backend, args.linear_backend)
+    longest = max(args.context) + 2 * args.repeat + 8
+    rows = max(args.rows)
+    config = EngineConfig(
+        max_model_len=longest,
+        num_pages=rows * -(-longest // args.page_size) + 1,
+        page_size=args.page_size,
+        max_num_seqs=rows,
+        decode_buckets=tuple(sorted({max(2, n) for n in args.rows})),
+        prefill_buckets=((1, 32),),
+    )
+    runner = ModelRunner(model, params, config, backend, dtype=args.dtype)
+    bandwidth = read_bandwidth()
+    weight_bytes = sum(x.nbytes for x in params.values())
+    print(
+        f"# {files.name} {args.dtype}, attention {backend.attention_name}, linear {backend.linear_name}, "
+        f"page size {args.page_size}, weights {weight_bytes / 1e6:.0f} MB, reads {bandwidth / 1e9:.1f} GB/s"
+    )
+    for context in args.context:
+        for count in args.rows:
+            padded = config.decode_bucket(count)
+            whole, host = time_step(runner, config, count, padded, context, args)
+            parts = {
+                "dense": time_dense(params, model, backend, padded, args),
+                "attention": time_attention(runner, model, backend, config, count, padded, context, args),
+                "sampling": time_sampling(runner, padded, model.vocab_size, args),
+            }
+            floor = (weight_bytes + count * context * kv_bytes_per_token(model, args.dtype)) / bandwidth
+            print(
+                json.dumps(
+                    {"rows": count, "context": context, "step_ms": ms(whole)}
+                    | {name: ms(value) for name, value in parts.items()}
+                    | {"other": ms(whole - sum(parts.values())), "host": ms(host)}
+                    | {"floor_ms": ms(floor), "over_floor": round(whole / floor, 2)}
+                ),
+                flush=True,
+            )
+
+
+def ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)
+
+
+def median_s(call, repeat: int) -> float:
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that all cores together read from memory: the best of several passes."""
+    cores = os.cpu_count() or 1
+    blocks = [np.ones(1 << 25, np.float32) for _ in range(cores)]  # 128 MiB each, past every cache
+    best = 0.0
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(8):
+            began = time.perf_counter()
+            list(pool.map(np.max, blocks))  # NumPy's vectorised max is bound by reading
+            best = max(best, sum(b.nbytes for b in blocks) / (time.perf_counter() - began))
+    return best
+
+
+def pages_of(slot: int, config: EngineConfig) -> tuple[int, ...]:
+    first = 1 + slot * config.pages_per_seq
+    return tuple(range(first, first + config.pages_per_seq))
+
+
+def time_step(runner, config, count, padded, context, args) -> tuple[float, float]:
+    """Seconds of a whole decode step, and of the host's part of it (pack and launch)."""
+    params = SamplingParams(max_tokens=1, temperature=args.temperature, seed=1)
+    for slot in range(count):
+        row = Row(slot, context - 1, 1, (1,), 0, pages_of(slot, config), True, params)
+        runner.fetch(runner.launch(Plan((Step("prefill", 1, 32, (row,)),))))
+    whole, host = [], []
+    for i in range(args.repeat + 2):
+        rows = tuple(Row(slot, context + i, 1, None, 0, (), True, None) for slot in range(count))
+        began = time.perf_counter()
+        handle = runner.launch(Plan((Step("decode", padded, 1, rows),)))
+        host.append(time.perf_counter() - began)
+        runner.fetch(handle)
+        whole.append(time.perf_counter() - began)
+    return statistics.median(whole[2:]), statistics.median(host[2:])
+
+
+def time_dense(params, model, backend, padded, args) -> float:
+    """Seconds of all layers' matrices and the output head."""
+    names = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    stacked = [params[f"layers.{name}.weight"] for name in names]
+    head = params.get("lm_head.weight", params["embedding.weight"])
+
+    @jax.jit
+    def dense(stacked, head, inputs):
+        def body(layer, total):
+            for weight, x in zip(stacked, inputs):
+                total += backend.linear(x + total.astype(x.dtype), weight, layer)[:, :1].astype(jnp.float32)
+            return total
+
+        total = jax.lax.fori_loop(0, model.num_layers, body, jnp.zeros((padded, 1), jnp.float32))
+        return total + backend.linear(inputs[0] + total.astype(inputs[0].dtype), head)[:, :1]
+
+    inputs = [jnp.zeros((padded, weight.shape[-1]), args.dtype) for weight in stacked]
+    return median_s(lambda: dense(stacked, head, inputs), args.repeat)
+
+
+def time_attention(runner, model, backend, config, count, padded, context, args) -> float:
+    """Seconds of all layers' attention over `context` tokens, windows included."""
+    kv = runner._kv
+    q = jnp.ones((padded, 1, model.num_heads, model.head_dim), args.dtype)
+    table = jnp.array([pages_of(slot % max(count, 1), config) for slot in range(padded)], jnp.int32)
+    live = jnp.arange(padded) < count
+    lens = jnp.where(live, context, 0).astype(jnp.int32)
+    windows = jnp.array([layer.window or NO_WINDOW for layer in model.layers], jnp.int32)
+
+    @jax.jit
+    def attend(keys, values, q, table, lens, query_lens):
+        def body(layer, q):
+            return backend.attention(
+                q, keys, values, layer, windows[layer], table, lens, query_lens,
+                page_size=config.page_size, scale=model.attention_scale,
+            )  # fmt: skip
+
+        return jax.lax.fori_loop(0, model.num_layers, body, q)
+
+    return median_s(
+        lambda: attend(kv.keys, kv.values, q, table, lens, live.astype(jnp.int32)), args.repeat
+    )
+
+
+def time_sampling(runner, padded, vocab_size, args) -> float:
+    """Seconds from logits to ids."""
+    from jaxserve.runtime.step import Rows
+
+    kind = "random" if args.temperature > 0 else "greedy"
+    logits = jax.random.normal(jax.random.key(0), (padded, vocab_size))
+    rows = Rows(jnp.arange(padded), jnp.arange(padded), jnp.ones(padded, bool))
+    rows = Rows(*(x.astype(jnp.int32) for x in rows[:2]), rows.sampled)
+    slots = runner.config.max_num_seqs
+    rows = rows._replace(slots=jnp.minimum(rows.slots, slots))
+
+    def call():
+        runner._state, ids = runner._steps[kind, padded, 1](runner._state, logits, rows)
+        return ids
+
+    return median_s(call, args.repeat)
+
+
+if __name__ == "__main__":
+    main()
