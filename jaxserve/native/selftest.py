@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,10 +40,19 @@ def _check_attention(rng: np.random.Generator, window: int | None, soft_cap: flo
     table = rng.permutation(30).reshape(3, 10).astype(np.int32)
     q = jnp.asarray(rng.standard_normal((3, 8, heads, dim)), jnp.float32)
     k, v = (jnp.asarray(rng.standard_normal((30 * page_size, kv_heads, dim)), jnp.bfloat16) for _ in range(2))
-    rows = [jnp.asarray(array) for array in (table, context_lens, query_lens)]
-    how = {"page_size": page_size, "scale": 0.25, "window": window, "soft_cap": soft_cap}
-    got = paged_attention(q, k, v, *rows, **how)
-    stacked = paged_attention(q, jnp.stack([k * 0, k]), jnp.stack([v * 0, v]), *rows, jnp.int32(1), **how)
+    attend = functools.partial(
+        paged_attention,
+        q,
+        page_table=jnp.asarray(table),
+        context_lens=jnp.asarray(context_lens),
+        query_lens=jnp.asarray(query_lens),
+        page_size=page_size,
+        scale=0.25,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    got = attend(k, v)
+    stacked = attend(jnp.stack([k * 0, k]), jnp.stack([v * 0, v]), layer=jnp.int32(1))
     want = np.zeros(q.shape)
     for b in range(3):
         slots = (table[b, :, None] * page_size + np.arange(page_size)).ravel()[: context_lens[b]]
