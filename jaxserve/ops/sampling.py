@@ -59,9 +59,10 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 def _filter(weights: jax.Array, state: SamplingState) -> jax.Array:
     """`weights` [B, V], with 0 for tokens outside of top-k, top-p or min-p; ties at a border stay in.
 
-    Top-p is of the distribution that top-k leaves, as in vLLM. Both borders are read off the largest
-    NUM_CANDIDATES weights; rows whose border lies further down make the whole batch take bisections
-    over the vocabulary, which are exact too and slower.
+    Top-p is of the distribution that top-k leaves, as in vLLM; the largest weight, 1, always stays in.
+    Both borders are read off the largest NUM_CANDIDATES weights. Where one row's border lies further down,
+    bisections over the vocabulary find it, exact too and slower; the other rows keep theirs, so that
+    what stays in of a row never depends, not by a rounding, on its batch-mates.
     """
     V = weights.shape[-1]
     count = min(NUM_CANDIDATES, V)
@@ -93,7 +94,12 @@ def _filter(weights: jax.Array, state: SamplingState) -> jax.Array:
     # With top-k inside the candidates, so is top-p: it is of what top-k leaves. Ties past the candidates
     # at the border are kept by `>=` below, and only their share of top-p's goal is then estimated.
     p_is_near = (k <= count) | (state.top_p >= 1.0) | (covered >= state.top_p * jnp.sum(weights, axis=-1))
-    border = jax.lax.cond(jnp.all(k_is_near & p_is_near), near, far)
+    is_near = k_is_near & p_is_near
+    near_border = near()
+    border = jax.lax.cond(
+        jnp.all(is_near), lambda: near_border, lambda: jnp.where(is_near[:, None], near_border, far())
+    )
+    border = jnp.minimum(border, 1.0)  # a top_p that rounds to 0 keeps the likeliest token
     return jnp.where((weights >= border) & (weights >= state.min_p[:, None]), weights, 0.0)
 
 
@@ -120,23 +126,28 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The index [B] at which the running sum of `weights` [B, V] passes `uniform` [B] times their sum.
 
     Two levels, blocks and then entries of one block: far cheaper than a sum over the whole vocabulary,
-    and never an entry of weight 0.
+    and never an entry of weight 0. NaN weights give some index, for there is no right one.
     """
     B, V = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -V % DRAW_BLOCK))).reshape(B, -1, DRAW_BLOCK)
-    blocks = jnp.cumsum(jnp.sum(padded, axis=-1), axis=-1)  # [B, V / DRAW_BLOCK]
+    sums = jnp.sum(padded, axis=-1)  # [B, V / DRAW_BLOCK]
+    blocks = jnp.cumsum(sums, axis=-1)
     target = uniform * blocks[:, -1]
-    block = _first_above(blocks, target)
+    block = _first_above(sums, blocks, target)
     previous = jnp.take_along_axis(blocks, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0]
     before = jnp.where(block > 0, previous, 0.0)
     entries = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]  # [B, DRAW_BLOCK]
-    inner = _first_above(jnp.cumsum(entries, axis=-1), target - before)
-    return (block * DRAW_BLOCK + inner).astype(jnp.int32)
+    inner = _first_above(entries, jnp.cumsum(entries, axis=-1), target - before)
+    return jnp.minimum(block * DRAW_BLOCK + inner, V - 1).astype(jnp.int32)
 
 
-def _first_above(sums: jax.Array, target: jax.Array) -> jax.Array:
-    """The first index [B] whose running sum exceeds `target`, else the last at which `sums` [B, n] grew."""
-    above = sums > target[:, None]
-    grew = sums > jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
-    last = sums.shape[-1] - 1 - jnp.argmax(grew[:, ::-1], axis=-1)
+def _first_above(weights: jax.Array, sums: jax.Array, target: jax.Array) -> jax.Array:
+    """The first index [B] with a weight whose running sum exceeds `target`, else the last with a weight.
+
+    `weights` and their running `sums` are [B, n]. XLA sums in an order that may let a sum grow, by a
+    rounding, where the weight is 0; so the weights themselves are looked at too.
+    """
+    positive = weights > 0
+    above = positive & (sums > target[:, None])
+    last = sums.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
     return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last)
