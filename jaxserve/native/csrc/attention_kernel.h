@@ -176,9 +176,14 @@ class Attention {
         product<Into::kFresh>(rows, q + h * rows * dim_, dim_, keys, kTileCols * dim_, panels, dim_, scores,
                               kBlockKeys);
         softmax(item, start, panels * kTileCols, scores, part);
-        pack_values(static_cast<const KV*>(args_.v_pages) + head, block, next, live, values);
-        product<Into::kContinue>(rows, scores, kBlockKeys, values, kTileCols * kBlockKeys, dim_ / kTileCols, live,
-                                 part.out, dim_);
+        const KV* const v = static_cast<const KV*>(args_.v_pages) + head;
+        if (rows <= kTileRows) {
+          add_values(rows, scores, v, block, next, live, part.out);
+        } else {
+          pack_values(v, block, next, live, values);
+          product<Into::kContinue>(rows, scores, kBlockKeys, values, kTileCols * kBlockKeys, dim_ / kTileCols, live,
+                                   part.out, dim_);
+        }
       }
     }
   }
@@ -275,6 +280,60 @@ class Attention {
         store(dst + kLanes, load_row(value + d + kLanes));
         if (d % (64 / sizeof(KV)) == 0) __builtin_prefetch(ahead + d, 0, 2);
       }
+    }
+  }
+
+  // out[r, :] += sum_i weights[r, i] * value i, in order of i: what product() does, for few rows and straight
+  // from the cache. Asks the memory for the same values of block `next`.
+  void add_values(int64_t rows, const float* weights, const KV* pages, const Block& block, const Block& next,
+                  int64_t keys, float* out) const {
+    int64_t d = 0;
+#define JAXSERVE_ROWS(kRows, kPanels)                                       \
+  case kRows:                                                               \
+    for (; d + kPanels * kTileCols <= dim_; d += kPanels * kTileCols)       \
+      add_values<kRows, kPanels>(weights, pages + d, block, next, keys, out + d); \
+    for (; d < dim_; d += kTileCols) add_values<kRows, 1>(weights, pages + d, block, next, keys, out + d); \
+    break
+    switch (rows) {
+      JAXSERVE_ROWS(1, 4);
+      JAXSERVE_ROWS(2, 2);
+      JAXSERVE_ROWS(3, 2);
+      JAXSERVE_ROWS(4, 1);
+      JAXSERVE_ROWS(5, 1);
+      JAXSERVE_ROWS(6, 1);
+    }
+#undef JAXSERVE_ROWS
+  }
+
+  template <int kRows, int kPanels>
+  void add_values(const float* weights, const KV* values, const Block& block, const Block& next, int64_t keys,
+                  float* out) const {
+    constexpr int kVectors = 2 * kPanels;
+    vf acc[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = load(out + r * dim_ + v * kLanes);
+    }
+    for (int64_t i = 0; i < keys; ++i) {
+      const KV* value = values + block.offset[i];
+      const KV* ahead = values + next.offset[i];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; v += 64 / sizeof(KV) / kLanes) __builtin_prefetch(ahead + v * kLanes, 0, 2);
+      vf x[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) x[r] = set1(weights[r * kBlockKeys + i]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const vf y = load_row(value + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) acc[r][v] = fma(x[r], y, acc[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) store(out + r * dim_ + v * kLanes, acc[r][v]);
     }
   }
 
