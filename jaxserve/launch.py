@@ -69,7 +69,7 @@ def load_engine(
 
     Raises WeightsError, TokenizerError or ConfigError, whose texts are for the user.
     """
-    use_compile_cache(options.compile_cache)
+    cache = use_compile_cache(options.compile_cache)
     files = open_model(options.model)
     try:
         tokenizer = files.load_tokenizer()
@@ -104,7 +104,7 @@ def load_engine(
         name, dtype, jax.devices()[0], backend.attention_name, backend.linear_name,
         num_pages, config.page_size, bytes_per_token, max_model_len,
     )  # fmt: skip
-    runner = ModelRunner(model, params, config, backend, dtype=dtype, progress=progress)
+    runner = ModelRunner(model, params, config, backend, dtype=dtype, cache=cache, progress=progress)
     counter = CompilationCounter()
     engine = Engine(config, runner, tokenizer, deliver=deliver, vocab_size=model.vocab_size)
     engine.start()
@@ -113,8 +113,8 @@ def load_engine(
     )
 
 
-def use_compile_cache(folder: Path | None) -> None:
-    """Keep compiled steps in `folder`, by default the user's cache folder, for the next start."""
+def use_compile_cache(folder: Path | None) -> Path:
+    """Keep what is compiled in `folder`, by default the user's cache folder, for the next start."""
     if folder is None:
         cache_home = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(cache_home) if cache_home else Path.home() / ".cache") / "jaxserve" / "compiled"
@@ -125,6 +125,7 @@ def use_compile_cache(folder: Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
 
 
 def _template_source(path: Path | None) -> str | None:

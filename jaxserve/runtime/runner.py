@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, abstract_decoder
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
+from jaxserve.runtime.executables import Executables, fingerprint
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
 from jaxserve.runtime.step import Rows, make_forward, make_sampler
 
@@ -34,6 +36,8 @@ Handle = list[tuple[Step, jax.Array]]
 class ModelRunner:
     """Owns the weights, the KV pool and the slot state on the device. See engine/plan.py: Runner.
 
+    `cache` is a folder in which compiled programs are kept for the next start.
+
     The constructor compiles all of `shapes(config)`; nothing is compiled afterwards, and a step of
     another shape raises. Not thread-safe: the engine thread is its only user.
     """
@@ -46,13 +50,16 @@ class ModelRunner:
         backend: Backend,
         *,
         dtype: DType,
+        cache: Path | None = None,
         progress: Progress | None = None,
     ):
         self.model, self.config, self.backend = model, config, backend
         decoder = abstract_decoder(model, dtype)
         self._leaves = order_params(decoder, params)
+        name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
+        executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, dtype), state_shapes(config)
-        self._steps = compile_steps(decoder, self._leaves, kv, state, config, backend, progress)
+        self._steps = compile_steps(decoder, self._leaves, kv, state, config, backend, executables, progress)
         self._kv: Any = zeros(kv)
         self._state: Any = zeros(state)
         self._is_random = [False] * config.max_num_seqs  # by slot: its sampling parameters say so
@@ -94,6 +101,12 @@ def shapes(config: EngineConfig) -> list[Key]:
     ]
 
 
+def rows_of(batch: int) -> Rows:
+    """Abstract rows of a sampler's input."""
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return Rows(index, index, jax.ShapeDtypeStruct((batch,), jnp.bool_))  # type: ignore[arg-type]
+
+
 def order_params(decoder: Any, params: dict[str, jax.Array]) -> list[jax.Array]:
     """`params` as the flat leaves that `make_step` takes, each of the shape that the decoder names."""
     leaves = []
@@ -119,9 +132,13 @@ def compile_steps(
     state: Any,
     config: EngineConfig,
     backend: Backend,
+    executables: Executables,
     progress: Progress | None = None,
 ) -> dict[Key, Any]:
-    """Lower and compile every shape, several at a time. `leaves`, `kv` and `state` may be abstract."""
+    """Every program of `shapes(config)`, several at a time: from `executables`, or compiled and kept there.
+
+    `leaves`, `kv` and `state` may be abstract.
+    """
     keys = shapes(config)
     forward = {
         kind: jax.jit(make_forward(kind, decoder, config, backend), donate_argnums=(1, 2))
@@ -133,15 +150,24 @@ def compile_steps(
     }
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def compile_one(key: Key) -> Any:
+    def arguments(key: Key) -> tuple[Any, ...]:
         kind, batch, _ = key
         if kind in forward:
-            packed = jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
-            return forward[kind].lower(abstract, kv, state, packed).compile()
-        logits = jax.ShapeDtypeStruct((batch, decoder.config.vocab_size), jnp.float32)
-        index = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        rows = Rows(index, index, jax.ShapeDtypeStruct((batch,), jnp.bool_))  # type: ignore[arg-type]
-        return sampler[kind].lower(state, logits, rows).compile()
+            return abstract, kv, state, jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
+        return state, jax.ShapeDtypeStruct((batch, decoder.config.vocab_size), jnp.float32), rows_of(batch)
+
+    def result_tree(key: Key) -> Any:
+        if key[0] in forward:
+            return jax.tree.structure((kv, state, 0, rows_of(key[1])))
+        return jax.tree.structure((state, 0))
+
+    def compile_one(key: Key) -> Any:
+        args = arguments(key)
+        found = executables.load(key, jax.tree.structure((args, {})), result_tree(key))
+        if found is None:
+            found = {**forward, **sampler}[key[0]].lower(*args).compile()
+            executables.save(key, found)
+        return found
 
     began = time.monotonic()
     compiled: dict[Key, Any] = {}
@@ -152,5 +178,6 @@ def compile_steps(
             compiled[futures[future]] = future.result()
             if progress is not None:
                 progress("compiling steps", count, len(keys))
-    log.info("compiled %d steps in %.1f s", len(keys), time.monotonic() - began)
+    executables.prune()
+    log.info("prepared %d programs in %.1f s", len(keys), time.monotonic() - began)
     return compiled
