@@ -40,6 +40,7 @@ class LaunchOptions:
     max_num_queued_reqs: int = EngineConfig.max_num_queued
     block_size: int = EngineConfig.page_size
     kv_cache_memory: int | None = None  # bytes
+    enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     compile_cache: Path | None = None
@@ -98,6 +99,7 @@ def load_engine(
         max_num_seqs=options.max_num_seqs,
         max_num_queued=options.max_num_queued_reqs,
         max_prefill_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=options.enable_prefix_caching,
     )
     log.info(
         "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d",

@@ -69,6 +69,9 @@ class Metrics:
             return made.labels(**label)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.").labels(**label)
+        self.prompt_tokens_cached = counter(
+            "prompt_tokens_cached", "Prompt tokens that the prefix cache gave."
+        ).labels(**label)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(**label)
         success = counter("request_success", "Requests ended, by reason.", "finished_reason")
         self.finished = {
@@ -142,6 +145,7 @@ class RequestTrack:
             metrics.generation_tokens.inc(num_tokens)
             if self._last_s is None:
                 metrics.prompt_tokens.inc(self._num_prompt)
+                metrics.prompt_tokens_cached.inc(event.num_cached_tokens)
                 metrics.time_to_first_token.observe(event.time_s - self._arrival_s)
             else:
                 each_s = (event.time_s - self._last_s) / num_tokens
@@ -202,6 +206,17 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Requests that hold a slot.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Used part of the KV pages; 1 is full.", used)
+        yield self._gauge(
+            "kv_cache_cached_perc",
+            "Part of the KV pages that is free but still known to the prefix cache.",
+            stats.num_pages_cached / stats.num_pages_total if stats.num_pages_total else 0.0,
+        )
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_queried_tokens
+        )
+        yield self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens
+        )
         yield self._counter("engine_host_time_seconds", "Engine thread at work.", stats.host_time_s)
         yield self._counter(
             "engine_device_wait_seconds", "Engine thread waiting for the device.", stats.device_wait_s

@@ -38,6 +38,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival_s: float
+    cache_salt: str | None = None  # prompts share cached pages only with prompts of the same salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Event:
     error: str | None = None  # with finish_reason "error"
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, this event included
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache gave
     timeline: Timeline | None = None  # on the last event only
 
 
@@ -79,7 +81,10 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_pages_total: int = 0  # usable pages: the trash page is not counted
-    num_pages_used: int = 0
+    num_pages_used: int = 0  # held by requests: cached pages that nobody holds are free
+    num_pages_cached: int = 0  # of the free ones, those that a prompt may find again
+    num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache, in all
+    num_hit_tokens: int = 0  # those of them that were found
     num_steps: dict[str, int] = field(default_factory=dict)  # by kind: "prefill", "decode"
     host_time_s: float = 0.0  # engine thread busy outside of waiting for the device
     device_wait_s: float = 0.0  # engine thread blocked in fetch

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.plan import Plan, Row, Step, StepResult
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.types import SamplingParams
 
 UNWRITTEN = -1
@@ -105,10 +106,25 @@ class FakeRunner:
         self.slots: list[_Slot | None] = [None] * config.max_num_seqs
         self.plans: list[Plan] = []
         self.most_in_flight = 0
+        self._scheduler: Scheduler | None = None
         self._in_flight: deque[tuple[int, tuple[StepResult, ...]]] = deque()
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """From now on also catch writes to pages that somebody else, or the prefix cache, may read."""
+        self._scheduler = scheduler
+
+    def check_cache(self) -> None:
+        """Assert that every page of the prefix cache holds the tokens that it promises."""
+        assert self._scheduler is not None
+        for entry in self._scheduler._kv.prefix.entries():
+            assert tuple(self.memory[entry.page]) == entry.tokens, f"{entry} holds {self.memory[entry.page]}"
 
     def launch(self, plan: Plan) -> int:
         assert plan.steps, "a plan of nothing"
+        if self._scheduler is not None:
+            for step in plan.steps:
+                for row in step.rows:
+                    self._check_written_pages(row, self._scheduler)
         handle = len(self.plans)
         self.plans.append(plan)
         self._in_flight.append((handle, tuple(self._step(step) for step in plan.steps)))
@@ -162,21 +178,42 @@ class FakeRunner:
 
     def _update_slot(self, row: Row) -> _Slot:
         if row.params is not None:
-            assert row.start == 0
             assert row.first_page == 0
             self.slots[row.slot] = _Slot(row.params, [])
         slot = self.slots[row.slot]
         assert slot is not None, f"slot {row.slot} was never given parameters"
-        assert row.start == slot.context_len, f"row starts at {row.start}, slot holds {slot.context_len}"
-        assert row.first_page == len(slot.page_table), "the page table has a gap, or a page comes twice"
+        if row.start != slot.context_len:  # some of the context was computed for others
+            assert row.start > slot.context_len, f"row starts at {row.start}, slot has {slot.context_len}"
+            assert row.tokens is not None, "a decode row can't skip positions"
+            assert row.start % self.config.page_size == 0, "a page would be shared in part"
+        assert row.first_page <= len(slot.page_table), "the page table has a gap"
         assert all(0 < page < self.config.num_pages for page in row.new_pages), f"pages {row.new_pages}"
-        slot.page_table.extend(row.new_pages)
+        for index, page in enumerate(row.new_pages, row.first_page):
+            if index < len(slot.page_table) and page != slot.page_table[index]:
+                replaced = self.memory[slot.page_table[index]]
+                assert (index + 1) * self.config.page_size <= row.start, "a page is replaced while it fills"
+                assert self.memory[page] == replaced, "a page is replaced by one with other contents"
+        slot.page_table[row.first_page : row.first_page + len(row.new_pages)] = row.new_pages
         assert len(set(slot.page_table)) == len(slot.page_table), "a page stands twice in one page table"
         end = row.start + row.query_len
         assert end <= self.config.max_model_len
         assert end <= len(slot.page_table) * self.config.page_size, "positions without a page"
         assert len(slot.page_table) <= self.config.pages_per_seq
         return slot
+
+    def _check_written_pages(self, row: Row, scheduler: Scheduler) -> None:
+        """Called before the scheduler takes the pages: a new one is nobody's yet."""
+        kv, page_size = scheduler._kv, self.config.page_size
+        seq = scheduler._slots[row.slot]
+        assert seq is not None, f"slot {row.slot} has no sequence"
+        for index in range(row.start // page_size, (row.start + row.query_len - 1) // page_size + 1):
+            if index * page_size >= row.start:
+                page = row.new_pages[index - row.first_page]
+                assert not kv.pool.num_holders(page), f"page {page} is given away while somebody holds it"
+            else:
+                page = seq.pages[index]
+                assert kv.pool.num_holders(page) == 1, f"page {page} is written while others hold it"
+                assert page not in kv.prefix, f"page {page} is written while it is in the prefix cache"
 
     def _write(self, step: Step, slots: list[_Slot]) -> None:
         page_size = self.config.page_size

@@ -103,6 +103,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         "--kv-cache-memory", type=size, metavar="SIZE",
         help="memory of the KV cache, like 2GiB; default: a part of what is free",
     )
+    batching.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        default=EngineConfig.enable_prefix_caching,
+        help="keep the pages of prompts and answers for prompts that begin alike (default: on)",
+    )
     device = parser.add_argument_group("device")
     for name, what in (("attention", "paged attention"), ("linear", "dense layers")):
         device.add_argument(
@@ -127,6 +132,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         max_num_queued_reqs=args.max_num_queued_reqs,
         block_size=args.block_size,
         kv_cache_memory=args.kv_cache_memory,
+        enable_prefix_caching=args.enable_prefix_caching,
         attention_backend=args.attention_backend,
         linear_backend=args.linear_backend,
         compile_cache=args.compile_cache,

@@ -27,6 +27,8 @@ class EngineConfig:
     max_prefill_tokens: int = 512  # B * Q of a prefill step, padding included
     min_prefill_queries: int = 32  # smallest Q of a prefill step
     min_decode_batch: int = 2  # smallest B of a decode step: on CPU one row costs more than two
+    enable_prefix_caching: bool = True  # full pages are found again by prompts that begin alike
+    prefix_alignment: int | None = None  # hits end at a multiple of so many tokens; None: of page_size
     prefill_step_cost: int = 64  # fixed cost of one more prefill step, in padded tokens
     decode_buckets: tuple[int, ...] = ()  # B, ascending
     prefill_buckets: tuple[Shape, ...] = ()  # (B, Q), cheapest first
@@ -36,6 +38,7 @@ class EngineConfig:
             if item.type == "int":
                 lowest = 0 if item.name in ("max_num_queued", "prefill_step_cost") else 1
                 _require_int(item.name, getattr(self, item.name), lowest)
+        self._check_prefix_caching()
         if self.num_usable_pages < self.pages_per_seq:
             raise ConfigError(
                 f"num_pages={self.num_pages} can't hold one sequence of max_model_len="
@@ -53,6 +56,10 @@ class EngineConfig:
     @property
     def num_usable_pages(self) -> int:
         return self.num_pages - 1
+
+    @property
+    def hit_alignment(self) -> int:
+        return self.prefix_alignment or self.page_size
 
     @property
     def pages_per_seq(self) -> int:
@@ -89,6 +96,17 @@ class EngineConfig:
             if shape[0] >= num_rows and shape[1] >= max_query_len:
                 return shape
         return None
+
+    def _check_prefix_caching(self) -> None:
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be true or false")
+        if self.prefix_alignment is not None:
+            _require_int("prefix_alignment", self.prefix_alignment, 1)
+            if self.prefix_alignment % self.page_size:
+                raise ConfigError(
+                    f"prefix_alignment={self.prefix_alignment} must be a multiple of page_size="
+                    f"{self.page_size}: only full pages are shared"
+                )
 
     def _derive_decode_buckets(self) -> tuple[int, ...]:
         return _doubling(self.min_decode_batch, max(self.max_num_seqs, self.min_decode_batch))

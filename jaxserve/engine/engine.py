@@ -226,6 +226,7 @@ class Engine:
                     text,
                     num_prompt_tokens=seq.num_prompt,
                     num_output_tokens=len(seq.output_ids),
+                    num_cached_tokens=seq.num_hit,
                 )
             )
 
@@ -253,6 +254,9 @@ class Engine:
             num_waiting=num_waiting,
             num_pages_total=self._scheduler.num_pages_total,
             num_pages_used=self._scheduler.num_pages_used,
+            num_pages_cached=self._scheduler.num_pages_cached,
+            num_queried_tokens=self._scheduler.num_queried_tokens,
+            num_hit_tokens=self._scheduler.num_hit_tokens,
             num_steps=self._num_steps.copy(),
             host_time_s=self._busy_s + time.monotonic() - self._began_s - self._device_wait_s,
             device_wait_s=self._device_wait_s,
@@ -306,6 +310,7 @@ def _last_event(
         error,
         num_prompt_tokens=len(request.prompt_ids),
         num_output_tokens=0 if seq is None else len(seq.output_ids),
+        num_cached_tokens=0 if seq is None else seq.num_hit,
         timeline=timeline,
     )
 

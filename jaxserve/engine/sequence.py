@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from jaxserve.engine.prefix import Chain
 from jaxserve.types import Request
 
 
@@ -11,7 +12,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # for a slot and pages
     PREFILL = "prefill"  # in a slot; a part of the prompt is still to be launched
     DECODE = "decode"  # in a slot; every further step feeds one token
-    ENDING = "ending"  # its last step is launched, slot and pages are free again, ids are outstanding
+    ENDING = "ending"  # its last step is launched, its slot is free again, ids are outstanding
     FINISHED = "finished"  # whatever still comes back from the device for it is dropped
 
 
@@ -28,32 +29,51 @@ class Sequence:
 
     __slots__ = (
         "admitted_s",
+        "chain",
         "first_token_s",
         "last_token_s",
+        "most_pages",
         "num_cached",
+        "num_hit",
         "num_launched_outputs",
         "num_prompt",
-        "num_reserved_pages",
+        "num_to_prefill",
+        "num_told_pages",
         "output_ids",
         "pages",
+        "register_at",
+        "remaps",
         "request",
         "slot",
         "state",
     )
 
-    def __init__(self, request: Request, num_reserved_pages: int):
+    def __init__(self, request: Request, most_pages: int):
         self.request = request
         self.num_prompt = len(request.prompt_ids)
-        self.num_reserved_pages = num_reserved_pages  # the most it can come to hold
+        self.num_to_prefill = self.num_prompt  # tokens to have in cache before one is sampled
+        self.most_pages = most_pages  # it can come to have in its page table
         self.state = SequenceState.WAITING
         self.slot: int | None = None
         self.pages: list[int] = []  # in order of position
+        self.num_told_pages = 0  # of these the device has so many in its page table
+        self.remaps: list[tuple[int, int]] = []  # (index, page) to replace a duplicate in `pages`; both held
+        self.chain: Chain | None = None  # the part of `pages` that the prefix cache knows
+        self.register_at = 0  # once so many tokens are known and cached, the next page can be registered
         self.num_cached = 0
+        self.num_hit = 0  # prompt tokens that the prefix cache gave
         self.num_launched_outputs = 0
         self.output_ids: list[int] = []
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Ids at the positions [start, end), all of them known."""
+        if end <= self.num_prompt:
+            return self.request.prompt_ids[start:end]
+        prompt = self.request.prompt_ids[start:]
+        return prompt + tuple(self.output_ids[max(0, start - self.num_prompt) : end - self.num_prompt])
 
     def __repr__(self) -> str:
         return (

@@ -121,7 +121,13 @@ def _generation(
         model=name,
         fingerprint=model.fingerprint,
         requests=tuple(
-            Request(f"{id}-{i}", tuple(ids), _sampling(fields, limit(len(ids))), arrival_s)
+            Request(
+                f"{id}-{i}",
+                tuple(ids),
+                _sampling(fields, limit(len(ids))),
+                arrival_s,
+                cache_salt=fields.cache_salt,
+            )
             for i, ids in enumerate(prompts)
         ),
         stream=fields.stream,

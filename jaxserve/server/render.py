@@ -23,17 +23,27 @@ class Choice:
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)  # kept for the answer that is not streamed
     last: Event | None = None  # the event that ended it
 
-    def usage(self) -> dict[str, int]:
+    def count(self, event: Event) -> None:
+        self.num_output_tokens = event.num_output_tokens
+        self.num_cached_tokens = event.num_cached_tokens
+
+    def usage(self) -> dict[str, Any]:
         return usage([self])
 
 
-def usage(choices: list[Choice]) -> dict[str, int]:
+def usage(choices: list[Choice]) -> dict[str, Any]:
     prompt = sum(choice.num_prompt_tokens for choice in choices)
     output = sum(choice.num_output_tokens for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in choices)},
+    }
 
 
 class Renderer(ABC):
@@ -64,7 +74,7 @@ class Renderer(ABC):
     def chunks(self, index: int, event: Event) -> list[str]:
         """The chunks that tell of `event`: none when there is nothing to show yet."""
         choice = self.choices[index]
-        choice.num_output_tokens = event.num_output_tokens
+        choice.count(event)
         chunks = []
         if not self._begun[index]:
             self._begun[index] = True
@@ -80,7 +90,7 @@ class Renderer(ABC):
     def collect(self, index: int, event: Event) -> None:
         """Take `event` into the answer that `response` will give."""
         choice = self.choices[index]
-        choice.num_output_tokens = event.num_output_tokens
+        choice.count(event)
         if event.text:
             choice.texts.append(event.text)
         if event.finish_reason is not None:

@@ -27,6 +27,7 @@ from jaxserve.errors import RequestError
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_SALT_CHARS = 256
 
 
 def _invalid(text: str) -> PydanticCustomError:
@@ -133,6 +134,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     user: str | None = None  # the client's own label of its end user; nothing depends on it
 
 
@@ -288,6 +290,9 @@ def _request_error(error: ErrorDetails) -> RequestError:
         text = f"'{path}' must be {words} {limit}, got {value}"
     elif kind == "literal_error":
         text = f"'{path}' must be {ctx['expected']}, got {value}"
+    elif kind in ("string_too_short", "string_too_long"):
+        bound = f"at least {ctx['min_length']}" if "min_length" in ctx else f"at most {ctx['max_length']}"
+        text = f"'{path}' must have {bound} characters, got {value}"
     elif kind in ("too_short", "too_long"):
         bound = f"at least {ctx['min_length']}" if kind == "too_short" else f"at most {ctx['max_length']}"
         text = f"'{path}' must have {bound} items, got {ctx['actual_length']}"

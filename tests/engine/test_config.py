@@ -92,3 +92,16 @@ def test_limits_that_contradict_each_other_are_refused_by_name(wrong, message):
     right = {"max_model_len": 64, "num_pages": 100, "max_num_seqs": 8}
     with pytest.raises(ConfigError, match=re.escape(message).replace(re.escape(".*"), ".*")):
         EngineConfig(**{**right, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"prefix_alignment": 0}, "prefix_alignment=0 must be a whole number of at least 1"),
+        ({"prefix_alignment": 24}, "prefix_alignment=24 must be a multiple of page_size=16"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching=1 must be true or false"),
+    ],
+)
+def test_a_prefix_cache_that_can_not_be_is_refused(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(max_model_len=64, num_pages=5, **changes)

@@ -33,6 +33,8 @@ class Served:
             self.config, self.runner, TOKENIZER, deliver=self._deliver, vocab_size=TOKENIZER.vocab_size
         )
         self.engine.start(in_thread=False)
+        self.scheduler = self.engine._scheduler
+        self.runner.watch(self.scheduler)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -40,10 +42,11 @@ class Served:
 
     def turn(self) -> bool:
         worked = self.engine.turn()
-        self.engine._scheduler.check()
+        self.scheduler.check()
+        self.runner.check_cache()
         stats = self.engine.stats()
         assert stats.state == "ready", stats.reason
-        assert stats.num_pages_used + self.engine._scheduler._pages.num_free == stats.num_pages_total
+        assert stats.num_pages_used + self.scheduler._kv.pool.num_free == stats.num_pages_total
         return worked
 
     def run(self) -> None:
@@ -57,8 +60,10 @@ class Served:
         assert (stats.num_running, stats.num_waiting, stats.num_pages_used) == (0, 0, 0)
 
 
-def request(number: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> Request:
-    return Request(str(number), prompt_ids, params, arrival_s=0.0)
+def request(
+    number: int, prompt_ids: tuple[int, ...], params: SamplingParams, salt: str | None = None
+) -> Request:
+    return Request(str(number), prompt_ids, params, arrival_s=0.0, cache_salt=salt)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Arrival:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     abort_after: int | None
+    salt: str | None
 
 
 @st.composite
@@ -82,6 +88,8 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrival]]:
         max_prefill_tokens=draw(st.integers(1, 40)),
         min_prefill_queries=draw(st.integers(1, 16)),
         prefill_step_cost=draw(st.sampled_from([0, 16, 100])),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        prefix_alignment=draw(st.sampled_from([None, None, page_size, 2 * page_size, 5 * page_size])),
     )
     arrivals = []
     for _ in range(draw(st.integers(1, 12))):
@@ -96,7 +104,8 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrival]]:
         # Few different prompts: sequences that share their beginning must not get mixed up.
         prompt_ids = tuple(5 + i % draw(st.integers(1, 3)) for i in range(num_prompt))
         turn, abort_after = draw(st.integers(0, 20)), draw(st.none() | st.none() | st.integers(0, 15))
-        arrivals.append(Arrival(turn, prompt_ids, params, abort_after))
+        salt = draw(st.sampled_from([None, None, "tenant"]))
+        arrivals.append(Arrival(turn, prompt_ids, params, abort_after, salt))
     return config, arrivals
 
 
@@ -108,7 +117,7 @@ def test_every_request_is_answered_as_if_it_were_alone_and_no_page_is_lost(workl
     for turn in range(40):
         for number, arrival in enumerate(arrivals):
             if arrival.turn == turn:
-                served.engine.submit(request(number, arrival.prompt_ids, arrival.params))
+                served.engine.submit(request(number, arrival.prompt_ids, arrival.params, arrival.salt))
             if arrival.abort_after is not None and arrival.turn + arrival.abort_after == turn:
                 served.engine.abort(str(number))
         served.turn()
@@ -121,6 +130,8 @@ def test_every_request_is_answered_as_if_it_were_alone_and_no_page_is_lost(workl
         last = events[-1]
         assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
         assert last.timeline is not None
+        assert last.num_cached_tokens < len(arrival.prompt_ids)
+        assert last.num_cached_tokens % config.hit_alignment == 0
         assert (last.num_prompt_tokens, last.num_output_tokens) == (len(arrival.prompt_ids), len(ids))
         whole = answer(MODEL.alone(arrival.prompt_ids, arrival.params), arrival.params, TOKENIZER)
         if last.finish_reason == "abort":
@@ -256,7 +267,7 @@ def test_a_big_request_at_the_head_of_the_line_is_not_overtaken():
 def test_an_abort_gives_slot_and_pages_back_at_the_next_turn_running_or_queued():
     served = Served(config(max_num_seqs=1), FakeModel())
     for number in range(3):
-        served.engine.submit(request(number, (5,) * 50, SamplingParams(max_tokens=100)))
+        served.engine.submit(request(number, (5 + number,) * 50, SamplingParams(max_tokens=100)))
     for _ in range(6):
         served.turn()
     served.engine.abort("0")

@@ -11,6 +11,8 @@ from tests.server.running import RunningServer, raw_post
 BODY = {"prompt": "hello", "max_tokens": 6, "seed": 1}
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+    "prompt_tokens_cached_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    "kv_cache_cached_perc",
     "generation_tokens_total", "request_success_total", "admission_rejections_total",
     "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
@@ -62,12 +64,15 @@ def test_a_prefix_that_prometheus_would_not_take_is_an_error(prefix):
 def test_tokens_and_requests_are_counted():
     with RunningServer() as running:
         running.post("/v1/completions", BODY)
-        running.stream("/v1/completions", {**BODY, "prompt": ["a", "bb"]})
+        running.stream("/v1/completions", {**BODY, "prompt": ["a", "hello"]})
         running.post("/v1/completions", {"prompt": ""})
         running.post("/v1/completions", {"prompt": "x" * 300})
         running.post("/v1/completions", {"prompt": "x", "model": "gpt-4"})
         for name, value in {
-            "prompt_tokens_total": 8,
+            "prompt_tokens_total": 11,
+            "prompt_tokens_cached_total": 4,
+            "prefix_cache_queries_total": 11,
+            "prefix_cache_hits_total": 4,
             "generation_tokens_total": 18,
             "request_success_total": 3,
             "admission_rejections_total": 3,
@@ -75,7 +80,7 @@ def test_tokens_and_requests_are_counted():
             "inter_token_latency_seconds_count": 15,
             "e2e_request_latency_seconds_count": 3,
             "request_generation_tokens_sum": 18,
-            "request_prompt_tokens_sum": 8,
+            "request_prompt_tokens_sum": 11,
         }.items():
             assert running.metric(f"jaxserve:{name}") == value, name
         _, _, raw = running.request("GET", "/metrics")

@@ -76,6 +76,9 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or"),
     ({"stream": True, "stream_options": []}, "stream_options", "an object"),
     ({"user": 5}, "user", "a string"),
+    ({"cache_salt": 5}, "cache_salt", "a string"),
+    ({"cache_salt": ""}, "cache_salt", "at least 1 characters"),
+    ({"cache_salt": "x" * 300}, "cache_salt", "at most 256 characters"),
     ({"model": 5}, "model", "a string"),
 ]
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [

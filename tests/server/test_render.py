@@ -14,6 +14,13 @@ from tests.server.running import served_model
 
 SERVED = served_model()
 
+USAGE = {
+    "prompt_tokens": 2,
+    "completion_tokens": 8,
+    "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
 
 def completion(**fields: Any) -> Renderer:
     return renderer(parse_completion({"prompt": ["ab", "c"], **fields}, SERVED, 0.0))
@@ -93,7 +100,7 @@ def test_with_include_usage_every_chunk_has_a_null_and_the_last_one_the_sum():
             assert json.loads(chunk)["usage"] is None
     last = json.loads(answer.usage_chunk())
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    assert last["usage"] == USAGE
 
 
 def test_continuous_usage_counts_the_tokens_of_each_choice_so_far():
@@ -126,7 +133,7 @@ def test_a_whole_completion_has_every_choice_in_order_and_the_sum_of_usage():
         {"index": 0, "text": "ab", "logprobs": None, "finish_reason": "length", "stop_reason": None},
         {"index": 1, "text": "cd", "logprobs": None, "finish_reason": "stop", "stop_reason": 7},
     ]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    assert body["usage"] == USAGE
 
 
 def test_a_whole_chat_answer_spells_out_what_clients_validate():

@@ -51,7 +51,12 @@ def test_a_completion_has_the_shape_that_clients_expect(server, path):
     [choice] = body["choices"]
     assert set(choice) == {"index", "text", "logprobs", "finish_reason", "stop_reason"}
     assert (len(choice["text"]), choice["finish_reason"]) == (5, "length")
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 5,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": body["usage"]["prompt_tokens_details"]["cached_tokens"]},
+    }
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
@@ -75,11 +80,30 @@ def test_batched_prompts_answer_in_order(server):
         _, alone = server.post("/v1/completions", {"prompt": prompt, **fields})
         assert choice["text"] == alone["choices"][0]["text"]
     num_prompt_tokens = sum(len(server.model.tokenizer.encode(prompt)) for prompt in prompts)
-    assert together["usage"] == {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": 42,
-        "total_tokens": num_prompt_tokens + 42,
-    }
+    usage = together["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt_tokens, 42)
+    assert usage["total_tokens"] == num_prompt_tokens + 42
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_tells_how_much_of_a_prompt_was_cached_and_salts_keep_tenants_apart(server, path):
+    text = f"a prompt that nobody else has sent to {path}"
+
+    def cached(**fields: Any) -> int:
+        body = {"max_tokens": 2, **fields}
+        body |= {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+        _, whole = server.post(path, body)
+        streamed = server.stream(path, {**body, "stream_options": {"include_usage": True}})[-2]
+        assert whole["usage"]["prompt_tokens"] == streamed["usage"]["prompt_tokens"]
+        again = streamed["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert again == (whole["usage"]["prompt_tokens"] - 1) // 4 * 4
+        return whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    template = 8 if "chat" in path else 0  # what all chats begin with
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="b") == 0
+    assert cached() <= template
+    assert cached(cache_salt="a") == cached(cache_salt=None) > template
 
 
 def test_a_seed_repeats_an_answer_and_no_seed_does_not(server):

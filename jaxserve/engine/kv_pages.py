@@ -1,0 +1,187 @@
+"""The pages of each sequence: taken as positions are reached, shared through the prefix cache, given back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.plan import Row
+from jaxserve.engine.prefix import Chain, PrefixCache
+from jaxserve.engine.sequence import Sequence
+
+NEVER = sys.maxsize
+
+
+class KVPages:
+    """Owns the page lists of all sequences and what is known of the pool's contents.
+
+        a sequence's pages   [ shared ... | own, full, registered ... | own, being filled ]
+        chain.entries          every page left of the last bar, in order
+
+    A registered page is never written again. Two sequences that compute the same page at the same time
+    each write their own. The one launched second then holds both: its next row tells the device of the
+    first one's page, and when that row is launched it gives its own back. Steps run in order, so whatever
+    still reads the duplicate runs before its next owner writes.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._page_size = config.page_size
+        self.prefix = PrefixCache()
+        self.pool = PageAllocator(config.num_pages, self.prefix.forget)
+        self._num_reserved = 0  # pages that those with a slot may come to hold
+        self.num_queried_tokens = 0  # of prompts that began
+        self.num_hit_tokens = 0
+
+    @property
+    def num_used(self) -> int:
+        return self.pool.num_total - self.pool.num_free
+
+    def can_reserve(self, seq: Sequence) -> bool:
+        """Whether all pages that the sequence may come to hold can be held back by count."""
+        return self._num_reserved + seq.most_pages <= self.pool.num_total
+
+    def begin(self, seq: Sequence) -> None:
+        """The sequence has a slot and no page yet."""
+        assert not seq.pages, f"{seq} holds pages before its first step"
+        self._num_reserved += seq.most_pages
+        seq.register_at = NEVER
+        if not seq.num_launched_outputs:
+            seq.num_hit = 0
+        if self._config.enable_prefix_caching:
+            seq.chain = Chain(seq.request.cache_salt)
+            seq.register_at = self._page_size
+        self.adopt(seq)
+
+    def adopt(self, seq: Sequence) -> None:
+        """Take over what the cache knows of the tokens after those that the sequence has.
+
+        The last token is never part of it: it is computed, for its logits. Ends at a multiple of
+        `hit_alignment`. Costs one look-up when there is nothing.
+        """
+        chain, page_size = seq.chain, self._page_size
+        if chain is None or not chain.is_open or len(chain.entries) * page_size != seq.num_cached:
+            return
+        last_start = seq.num_to_prefill - page_size  # of a page that ends before the last token
+        starts = range(seq.num_cached, last_start, page_size)
+        found = self.prefix.matches(chain, (seq.tokens(start, start + page_size) for start in starts))
+        end = seq.num_cached + len(found) * page_size
+        end -= end % self._config.hit_alignment
+        if end <= seq.num_cached:
+            return
+        for entry in found[: (end - seq.num_cached) // page_size]:
+            self.pool.share(entry.page)
+            seq.pages.append(entry.page)
+            chain.append(entry)
+        if not seq.num_launched_outputs:
+            seq.num_hit += end - seq.num_cached
+        seq.num_cached = end
+        seq.register_at = end + page_size
+
+    # Rows of a step: decided first, then applied.
+
+    def prefill_pages(self, seq: Sequence, end: int, free: Iterator[int]) -> tuple[int, tuple[int, ...]]:
+        """(first_page, new_pages) of a row that ends before position `end`; new ones come from `free`."""
+        first, pages = seq.num_told_pages, seq.pages
+        if seq.remaps:
+            first, pages = min(first, seq.remaps[0][0]), _with_remaps(seq)
+        return first, (*pages[first:], *islice(free, self._config.pages_for(end) - len(pages)))
+
+    def decode_pages(self, seq: Sequence, free: Iterator[int]) -> tuple[int, tuple[int, ...]]:
+        """The same for a decode row, which can tell the device of one page: a new one goes first."""
+        num_pages = len(seq.pages)
+        if seq.num_cached == num_pages * self._page_size:
+            return num_pages, (next(free),)
+        if seq.remaps:
+            index, page = seq.remaps[0]
+            return index, (page,)
+        return num_pages, ()
+
+    def take_for(self, seq: Sequence, row: Row) -> None:
+        """Take the row's new pages and advance the position. First for all rows of a plan, so that none
+        of them finds a page that was given back meanwhile."""
+        assert row.start == seq.num_cached, f"{row} does not begin where {seq} is"
+        if row.params is not None and seq.chain is not None and not seq.num_launched_outputs:
+            self.num_queried_tokens += seq.num_prompt
+            self.num_hit_tokens += seq.num_hit
+        num_new = self._config.pages_for(row.start + row.query_len) - len(seq.pages)
+        taken = self.pool.take(num_new)
+        assert taken == row.new_pages[len(row.new_pages) - num_new :], f"{row} was to take {taken}"
+        seq.pages.extend(taken)
+        seq.num_told_pages = len(seq.pages)
+        seq.num_cached += row.query_len
+
+    def settle(self, seq: Sequence, row: Row) -> None:
+        """Give back the duplicates that the row has replaced, and register what is full by now."""
+        end = row.first_page + len(row.new_pages)
+        while seq.remaps and row.first_page <= seq.remaps[0][0] < end:
+            index, page = seq.remaps.pop(0)
+            self.pool.free((seq.pages[index],))
+            seq.pages[index] = page
+            self._num_reserved -= 1
+        if seq.register_at <= seq.num_cached:
+            self.register(seq)
+
+    def register(self, seq: Sequence) -> None:
+        """Let others find the pages that are full by now and whose tokens are known."""
+        chain = seq.chain
+        assert chain is not None, f"{seq} has nothing to register"
+        num_known = min(seq.num_cached, seq.num_prompt + len(seq.output_ids))
+        while seq.register_at <= num_known:
+            index = len(chain.entries)
+            tokens = seq.tokens(seq.register_at - self._page_size, seq.register_at)
+            own = seq.pages[index]
+            entry = self.prefix.insert(chain, tokens, own)
+            if entry is None:
+                break
+            if entry.page == own:
+                self.pool.keep(own)
+            elif self._num_reserved == self.pool.num_total:
+                chain.close()  # holding two pages for one, if only for a while, could take another's last
+                break
+            else:
+                self._num_reserved += 1
+                self.pool.share(entry.page)
+                seq.remaps.append((index, entry.page))
+            seq.register_at += self._page_size
+        if not chain.is_open:
+            seq.register_at = NEVER
+
+    def awaits_ids(self, seq: Sequence) -> bool:
+        """Whether a full page could be registered if only the ids of its tokens were known."""
+        return seq.register_at <= seq.num_cached
+
+    def release(self, seq: Sequence) -> None:
+        """Give all pages back, the last one first: so the cache never keeps a page without those before."""
+        self._num_reserved -= seq.most_pages + len(seq.remaps)
+        self.pool.free(seq.pages[index] for index, _ in seq.remaps)
+        self.pool.free(reversed(_with_remaps(seq)))
+        seq.pages, seq.remaps, seq.chain = [], [], None
+        seq.register_at = NEVER
+        seq.num_cached = seq.num_told_pages = 0
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Assert that every page has its owners and that the cache can reach each of its pages."""
+        holders = list(holders)
+        self.pool.check([*(seq.pages for seq in holders), [p for seq in holders for _, p in seq.remaps]])
+        self.prefix.check()
+        assert self._num_reserved == sum(seq.most_pages + len(seq.remaps) for seq in holders)
+        assert self._num_reserved <= self.pool.num_total
+        registered = {entry.page for entry in self.prefix.entries()}
+        assert registered == self.pool.kept, "the cache and the pool disagree on what is kept"
+        for seq in holders:
+            if seq.chain is None:
+                continue
+            pages = _with_remaps(seq)
+            assert [entry.page for entry in seq.chain.entries] == pages[: len(seq.chain.entries)]
+            assert not registered & set(pages[len(seq.chain.entries) :]), f"{seq} fills a page of the cache"
+
+
+def _with_remaps(seq: Sequence) -> list[int]:
+    pages = seq.pages.copy()
+    for index, page in seq.remaps:
+        pages[index] = page
+    return pages
