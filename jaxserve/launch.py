@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -40,6 +41,7 @@ class LaunchOptions:
     max_num_queued_reqs: int = EngineConfig.max_num_queued
     block_size: int = EngineConfig.page_size
     kv_cache_memory: int | None = None  # bytes
+    admission: Literal["optimistic", "reserve"] = EngineConfig.admission
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     attention_backend: str = "auto"
     linear_backend: str = "auto"
@@ -99,6 +101,7 @@ def load_engine(
         max_num_seqs=options.max_num_seqs,
         max_num_queued=options.max_num_queued_reqs,
         max_prefill_tokens=options.max_num_batched_tokens,
+        admission=options.admission,
         enable_prefix_caching=options.enable_prefix_caching,
     )
     log.info(

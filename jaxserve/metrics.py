@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from jaxserve.errors import ConfigError
-from jaxserve.types import EngineStats, Event, Request
+from jaxserve.types import EngineStats, Event, Request, WaitReason
 
 DEFAULT_PREFIX = "jaxserve:"
 REJECTION_REASONS = ("queue_full", "unavailable", "context_length_exceeded", "model_not_found", "invalid")
@@ -205,6 +206,18 @@ class _EngineCollector(Collector):
         used = stats.num_pages_used / stats.num_pages_total if stats.num_pages_total else 0.0
         yield self._gauge("num_requests_running", "Requests that hold a slot.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
+        waiting = GaugeMetricFamily(
+            self._prefix + "num_requests_waiting_by_reason",
+            "Requests in the queue, by what the first of them waits for.",
+            labels=["model_name", "reason"],
+        )
+        for reason in get_args(WaitReason):
+            count = stats.num_waiting if stats.wait_reason == reason else 0
+            waiting.add_metric([self._model_name, reason], count)
+        yield waiting
+        yield self._counter(
+            "num_preemptions", "Requests that lost their pages to others for a while.", stats.num_preemptions
+        )
         yield self._gauge("kv_cache_usage_perc", "Used part of the KV pages; 1 is full.", used)
         yield self._gauge(
             "kv_cache_cached_perc",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+WaitReason = Literal["slots", "pages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival_s: float
+    priority: int = 0  # lower is sooner, where the engine goes by priority
+    timeout_s: float | None = None  # from arrival to the last token; None: as long as it takes
     cache_salt: str | None = None  # prompts share cached pages only with prompts of the same salt
 
 
@@ -67,7 +70,7 @@ class Event:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # with finish_reason "error" (for the log) or "timeout" (for the client)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, this event included
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache gave
@@ -80,6 +83,11 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    wait_reason: WaitReason | None = None  # what the first in line waits for
+    num_queued_tokens: int = 0  # prompt tokens of those who wait
+    num_preemptions: int = 0  # in all
+    mean_output: float = 0.0  # tokens that a request generated lately
+    tokens_per_s: float = 0.0  # prompt and output tokens lately, while there was work
     num_pages_total: int = 0  # usable pages: the trash page is not counted
     num_pages_used: int = 0  # held by requests: cached pages that nobody holds are free
     num_pages_cached: int = 0  # of the free ones, those that a prompt may find again

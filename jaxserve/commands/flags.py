@@ -104,6 +104,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         help="memory of the KV cache, like 2GiB; default: a part of what is free",
     )
     batching.add_argument(
+        "--admission", choices=("optimistic", "reserve"), default=EngineConfig.admission,
+        help="optimistic: begin requests on an estimate of their length, and preempt when pages run out; "
+        "reserve: hold the pages of the longest answer, never preempt",
+    )
+    batching.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
         default=EngineConfig.enable_prefix_caching,
         help="keep the pages of prompts and answers for prompts that begin alike (default: on)",
@@ -132,6 +137,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         max_num_queued_reqs=args.max_num_queued_reqs,
         block_size=args.block_size,
         kv_cache_memory=args.kv_cache_memory,
+        admission=args.admission,
         enable_prefix_caching=args.enable_prefix_caching,
         attention_backend=args.attention_backend,
         linear_backend=args.linear_backend,

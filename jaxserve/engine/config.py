@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal
 
 from jaxserve.errors import ConfigError
 
@@ -24,6 +25,10 @@ class EngineConfig:
     page_size: int = 16  # KV positions of a page
     max_num_seqs: int = 32  # slots
     max_num_queued: int = 1024  # requests that may wait for a slot or for pages
+    max_queued_tokens: int = 1 << 20  # of the prompts of those requests
+    queue_timeout_s: float | None = None  # how long a request may wait for its slot; None: for ever
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    admission: Literal["optimistic", "reserve"] = "optimistic"  # see engine/admission.py
     max_prefill_tokens: int = 512  # B * Q of a prefill step, padding included
     min_prefill_queries: int = 32  # smallest Q of a prefill step
     min_decode_batch: int = 2  # smallest B of a decode step: on CPU one row costs more than two
@@ -38,6 +43,10 @@ class EngineConfig:
             if item.type == "int":
                 lowest = 0 if item.name in ("max_num_queued", "prefill_step_cost") else 1
                 _require_int(item.name, getattr(self, item.name), lowest)
+        _require_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _require_one_of("admission", self.admission, ("optimistic", "reserve"))
+        if self.queue_timeout_s is not None:
+            _require_seconds("queue_timeout_s", self.queue_timeout_s)
         self._check_prefix_caching()
         if self.num_usable_pages < self.pages_per_seq:
             raise ConfigError(
@@ -155,6 +164,16 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 2
     return (*sizes, last)
+
+
+def _require_one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key}={value!r} must be one of {', '.join(known)}")
+
+
+def _require_seconds(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{key}={value!r} must be a number of seconds above 0")
 
 
 def _require_int(key: str, value: object, lowest: int) -> None:

@@ -241,6 +241,8 @@ class Engine:
 
     def _end(self, live: _Live, reason: FinishReason, now: float, **details: Any) -> None:
         self._scheduler.finish(live.seq)
+        if reason in ("stop", "length"):
+            self._scheduler.observe_output(len(live.seq.output_ids))
         request = live.seq.request
         del self._live[request.request_id]
         self._ended_ids.append(request.request_id)
@@ -252,6 +254,9 @@ class Engine:
         stats = EngineStats(
             num_running=len(self._live) - num_waiting,
             num_waiting=num_waiting,
+            wait_reason=self._scheduler.wait_reason,
+            num_queued_tokens=self._scheduler.num_queued_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
             num_pages_total=self._scheduler.num_pages_total,
             num_pages_used=self._scheduler.num_pages_used,
             num_pages_cached=self._scheduler.num_pages_cached,

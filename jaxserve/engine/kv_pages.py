@@ -9,7 +9,7 @@ from itertools import islice
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.pages import PageAllocator
 from jaxserve.engine.plan import Row
-from jaxserve.engine.prefix import Chain, PrefixCache
+from jaxserve.engine.prefix import CachedPage, Chain, PrefixCache
 from jaxserve.engine.sequence import Sequence
 
 NEVER = sys.maxsize
@@ -30,6 +30,7 @@ class KVPages:
     def __init__(self, config: EngineConfig):
         self._config = config
         self._page_size = config.page_size
+        self._reserves = config.admission == "reserve"
         self.prefix = PrefixCache()
         self.pool = PageAllocator(config.num_pages, self.prefix.forget)
         self._num_reserved = 0  # pages that those with a slot may come to hold
@@ -39,6 +40,13 @@ class KVPages:
     @property
     def num_used(self) -> int:
         return self.pool.num_total - self.pool.num_free
+
+    def num_shareable(self, seq: Sequence) -> int:
+        """Pages that a sequence without a slot could share with those who run."""
+        if not self._config.enable_prefix_caching:
+            return 0
+        found = self._find(seq, Chain(seq.request.cache_salt), 0)
+        return sum(self.pool.num_holders(entry.page) > 0 for entry in found)
 
     def can_reserve(self, seq: Sequence) -> bool:
         """Whether all pages that the sequence may come to hold can be held back by count."""
@@ -65,14 +73,11 @@ class KVPages:
         chain, page_size = seq.chain, self._page_size
         if chain is None or not chain.is_open or len(chain.entries) * page_size != seq.num_cached:
             return
-        last_start = seq.num_to_prefill - page_size  # of a page that ends before the last token
-        starts = range(seq.num_cached, last_start, page_size)
-        found = self.prefix.matches(chain, (seq.tokens(start, start + page_size) for start in starts))
-        end = seq.num_cached + len(found) * page_size
-        end -= end % self._config.hit_alignment
-        if end <= seq.num_cached:
+        found = self._find(seq, chain, seq.num_cached)
+        if not found:
             return
-        for entry in found[: (end - seq.num_cached) // page_size]:
+        end = seq.num_cached + len(found) * page_size
+        for entry in found:
             self.pool.share(entry.page)
             seq.pages.append(entry.page)
             chain.append(entry)
@@ -80,6 +85,16 @@ class KVPages:
             seq.num_hit += end - seq.num_cached
         seq.num_cached = end
         seq.register_at = end + page_size
+
+    def _find(self, seq: Sequence, chain: Chain, start: int) -> list[CachedPage]:
+        """The pages that the sequence can take over from position `start` on, where `chain` ends."""
+        page_size = self._page_size
+        last_start = seq.num_to_prefill - page_size  # of a page that ends before the last token
+        tokens = (seq.tokens(at, at + page_size) for at in range(start, last_start, page_size))
+        found = self.prefix.matches(chain, tokens)
+        end = start + len(found) * page_size
+        end -= end % self._config.hit_alignment
+        return found[: max(0, end - start) // page_size]
 
     # Rows of a step: decided first, then applied.
 
@@ -89,16 +104,6 @@ class KVPages:
         if seq.remaps:
             first, pages = min(first, seq.remaps[0][0]), _with_remaps(seq)
         return first, (*pages[first:], *islice(free, self._config.pages_for(end) - len(pages)))
-
-    def decode_pages(self, seq: Sequence, free: Iterator[int]) -> tuple[int, tuple[int, ...]]:
-        """The same for a decode row, which can tell the device of one page: a new one goes first."""
-        num_pages = len(seq.pages)
-        if seq.num_cached == num_pages * self._page_size:
-            return num_pages, (next(free),)
-        if seq.remaps:
-            index, page = seq.remaps[0]
-            return index, (page,)
-        return num_pages, ()
 
     def take_for(self, seq: Sequence, row: Row) -> None:
         """Take the row's new pages and advance the position. First for all rows of a plan, so that none
@@ -139,7 +144,7 @@ class KVPages:
                 break
             if entry.page == own:
                 self.pool.keep(own)
-            elif self._num_reserved == self.pool.num_total:
+            elif self._reserves and self._num_reserved == self.pool.num_total:
                 chain.close()  # holding two pages for one, if only for a while, could take another's last
                 break
             else:
@@ -169,7 +174,7 @@ class KVPages:
         self.pool.check([*(seq.pages for seq in holders), [p for seq in holders for _, p in seq.remaps]])
         self.prefix.check()
         assert self._num_reserved == sum(seq.most_pages + len(seq.remaps) for seq in holders)
-        assert self._num_reserved <= self.pool.num_total
+        assert not self._reserves or self._num_reserved <= self.pool.num_total
         registered = {entry.page for entry in self.prefix.entries()}
         assert registered == self.pool.kept, "the cache and the pool disagree on what is kept"
         for seq in holders:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
+from jaxserve.engine.admission import Admission
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.kv_pages import KVPages
 from jaxserve.engine.packing import pack
 from jaxserve.engine.plan import Plan, Row, Step, StepResult
-from jaxserve.engine.sequence import Sequence, SequenceState
-from jaxserve.types import Request
+from jaxserve.engine.queue import WaitingQueue, rank
+from jaxserve.engine.sequence import Rank, Sequence, SequenceState
+from jaxserve.types import Request, WaitReason
 
 
 class Scheduler:
     """Owns sequences, slots and pages. A turn calls, in this order:
 
-        admit(now)              waiting sequences get slots, first come, first served
+        admit(now)              who lacks pages takes them from others; who waits gets a slot
         plan = schedule()       decides, changes nothing
         commit(plan)            the plan is launched: pages are taken, positions advance
         apply(results, now)     ids of the oldest plan committed and not applied come back
@@ -34,8 +37,11 @@ class Scheduler:
     rows write every position before reading it and, by their first row, replace the slot's state. Only
     the stale row's id has to be dropped, which `apply` does.
 
-    Admission reserves pages by count for the longest output the request may have, and takes them one by
-    one as positions are reached. So decode can't run out.
+    Pages are taken one by one as positions are reached. Unless all of them were reserved on admission,
+    they can run out. Then sequences are preempted: they lose slot and pages, wait in the place in line
+    that they had, and are computed again from their tokens, which are the same, so their output is too. The
+    first in line of those who run is spared, so somebody always gets on. Of the others the one of lowest
+    priority goes, and of these the one with least to compute again.
     """
 
     def __init__(self, config: EngineConfig):
@@ -43,17 +49,30 @@ class Scheduler:
         self._kv = KVPages(config)
         self._free_slots = list(reversed(range(config.max_num_seqs)))  # the lowest is on top
         self._slots: list[Sequence | None] = [None] * config.max_num_seqs
-        # Keyed for removal in constant time; all three in order of arrival at that stage.
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._admission = Admission(config, self._kv)
+        self._waiting = WaitingQueue()
+        self._num_added = 0
         self._prefilling: dict[int, Sequence] = {}  # by slot
         self._decoding: dict[int, Sequence] = {}  # by slot
         self._ending: set[Sequence] = set()  # no slot any more, but pages, until their last ids are known
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()  # and the sequence of each row
         self._last_kind = "decode"
+        self.num_preemptions = 0
+        self.wait_reason: WaitReason | None = None  # what the first in line waits for
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of those who wait."""
+        return self._waiting.num_tokens
+
+    @property
+    def mean_output(self) -> float:
+        """Tokens that a request generated lately."""
+        return self._admission.mean_output
 
     @property
     def num_free_slots(self) -> int:
@@ -87,37 +106,59 @@ class Scheduler:
         return bool(self._waiting or self._prefilling or self._decoding)
 
     def add(self, request: Request) -> Sequence:
-        """Put a valid request, with an id of its own, at the end of the line."""
-        assert request.request_id not in self._waiting, f"{request.request_id} waits already"
+        """Put a valid request, with an id of its own, in line."""
         # The last token is sampled but never fed, so it has no cache position.
         most_cached = len(request.prompt_ids) + request.params.max_tokens - 1
-        seq = Sequence(request, self._config.pages_for(most_cached))
+        place = rank(request, self._num_added, self._config.scheduling_policy)
+        seq = Sequence(request, self._config.pages_for(most_cached), place)
         assert seq.most_pages <= self._config.pages_per_seq, f"{seq} is over max_model_len"
-        self._waiting[request.request_id] = seq
+        self._num_added += 1
+        self._waiting.add(seq)
         return seq
 
     def admit(self, now: float) -> None:
-        """Move sequences from the head of the line into slots while slots and pages last."""
+        """Settle who holds slots and pages: hits first, then those who run, then those who wait."""
         for seq in self._prefilling.values():
             self._kv.adopt(seq)  # others may have computed what comes next
-        while self._waiting and self._free_slots:
-            seq = next(iter(self._waiting.values()))
-            if not self._kv.can_reserve(seq):
-                break  # those behind it wait as well: a big request is not overtaken for ever
-            del self._waiting[seq.request.request_id]
+        if self._config.admission == "optimistic":
+            self._make_room()
+        self.wait_reason = None
+        while self._waiting:
+            seq = self._waiting.head
+            # Those behind wait as well: a big request is not overtaken for ever.
+            if not self._free_slots:
+                self.wait_reason = "slots"
+                break
+            if seq.num_launched_outputs > len(seq.output_ids):
+                break  # preempted a moment ago: the ids it goes on from are still on the device
+            if not self._admission.admits(seq, self._running()):
+                self.wait_reason = "pages"
+                break
+            self._waiting.remove(seq)
             seq.slot = self._free_slots.pop()
             seq.state = SequenceState.PREFILL
-            seq.admitted_s = now
+            if seq.admitted_s is None:
+                seq.admitted_s = now
+            seq.num_to_prefill = seq.num_prompt + len(seq.output_ids)
             self._slots[seq.slot] = seq
             self._prefilling[seq.slot] = seq
             self._kv.begin(seq)
 
+    def preempt(self, seq: Sequence) -> None:
+        """Take slot and pages from a running sequence and put it back in line."""
+        self._leave_slot(seq)
+        self._kv.release(seq)
+        seq.state = SequenceState.PREEMPTED
+        self._waiting.add(seq)
+        self.num_preemptions += 1
+
     def schedule(self) -> Plan | None:
         """Decide the next step; None when nothing can be launched. Changes nothing."""
-        if self._prefilling and (self._last_kind == "decode" or not self._decoding):
-            return Plan((self._prefill_step(),))
-        if self._decoding:
-            return Plan((self._decode_step(),))
+        prefill_first = self._last_kind == "decode" or not self._decoding
+        decide = [self._prefill_step, self._decode_step]
+        for step in decide if prefill_first else reversed(decide):
+            if (decided := step()) is not None:
+                return Plan((decided,))
         return None
 
     def commit(self, plan: Plan) -> None:
@@ -168,11 +209,15 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """End a sequence in whatever state it is; slot and pages are free from here on."""
-        if seq.state is SequenceState.WAITING:
-            del self._waiting[seq.request.request_id]
+        if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
+            self._waiting.remove(seq)
             seq.state = SequenceState.FINISHED
         else:
             self._release(seq, SequenceState.FINISHED)
+
+    def observe_output(self, num_outputs: int) -> None:
+        """Note the length of an answer that ended by itself: admission counts on the next being like it."""
+        self._admission.observe(num_outputs)
 
     def check(self) -> None:
         """Assert the invariants between turns: no page is lost, no slot is without a sequence."""
@@ -183,6 +228,13 @@ class Scheduler:
             range(self._config.max_num_seqs)
         )
         assert self._prefilling.keys() | self._decoding.keys() == {seq.slot for seq in live}
+        assert len(live) == len(self._prefilling) + len(self._decoding)
+        assert [seq.rank for seq in self._waiting] == sorted(seq.rank for seq in self._waiting)
+        assert self._waiting.num_tokens == sum(seq.num_prompt for seq in self._waiting)
+        for seq in self._waiting:
+            assert seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
+            assert seq.slot is None
+            assert not seq.pages
         for seq in self._ending:
             assert seq.state is SequenceState.ENDING
             assert seq.slot is None
@@ -194,10 +246,61 @@ class Scheduler:
             assert num_pages <= seq.most_pages
             assert (seq.num_cached < seq.num_to_prefill) == (seq.state is SequenceState.PREFILL)
 
-    def _prefill_step(self) -> Step:
-        max_chunk = self._config.max_chunk
-        candidates = list(self._prefilling.values())
-        chunks = [min(seq.num_to_prefill - seq.num_cached, max_chunk) for seq in candidates]
+    def _running(self) -> Iterator[Sequence]:
+        return chain(self._prefilling.values(), self._decoding.values())
+
+    def _make_room(self) -> None:
+        """Preempt until the next decode step has its pages, and the first in line its next chunk's."""
+        free = self._kv.pool
+        while self._num_decode_pages() > free.num_free and self._preempt_one():
+            pass
+        while self._prefilling:
+            first = min(self._prefilling.values(), key=_rank_of)
+            if self._decoding and min(seq.rank for seq in self._decoding.values()) < first.rank:
+                break  # it can wait for pages of those who decode
+            need = self._num_decode_pages() + self._num_chunk_pages(first, self._chunk(first))
+            if need <= free.num_free or not self._preempt_one():
+                break
+
+    def _preempt_one(self) -> bool:
+        """Preempt whoever loses least; False when there is nobody to be preempted."""
+        running = sorted(self._running(), key=_rank_of)
+        if len(running) > 1:
+            priority = self._config.scheduling_policy == "priority"
+            self.preempt(max(running[1:], key=lambda seq: _expendability(seq, priority)))
+            return True
+        # Alone it has room, unless it holds duplicates; from the cache it gets them back as one.
+        if running and running[0].remaps:
+            self.preempt(running[0])
+            return True
+        return False
+
+    def _num_decode_pages(self) -> int:
+        """New pages that the next decode step takes."""
+        page_size = self._config.page_size
+        return sum(seq.num_cached == len(seq.pages) * page_size for seq in self._decoding.values())
+
+    def _chunk(self, seq: Sequence) -> int:
+        return min(seq.num_to_prefill - seq.num_cached, self._config.max_chunk)
+
+    def _num_chunk_pages(self, seq: Sequence, chunk: int) -> int:
+        return self._config.pages_for(seq.num_cached + chunk) - len(seq.pages)
+
+    def _prefill_step(self) -> Step | None:
+        """The next chunks of those first in line; None when the first one's pages are not free."""
+        if not self._prefilling:
+            return None
+        room = self._kv.pool.num_free - self._num_decode_pages()
+        candidates, chunks = [], []
+        for seq in sorted(self._prefilling.values(), key=_rank_of):
+            chunk = self._chunk(seq)
+            num_pages = self._num_chunk_pages(seq, chunk)
+            if num_pages <= room:
+                candidates.append(seq)
+                chunks.append(chunk)
+                room -= num_pages
+            elif not candidates:
+                return None
         (batch, queries), chosen = pack(chunks, self._config)
         free = self._kv.pool.preview()
         rows = tuple(self._prefill_row(candidates[i], chunks[i], free) for i in chosen)
@@ -218,18 +321,35 @@ class Scheduler:
             params=None if seq.num_told_pages else seq.request.params,
         )
 
-    def _decode_step(self) -> Step:
+    def _decode_step(self) -> Step | None:
+        """A row of everybody who decodes; whoever's new page is not free sits out."""
         page_size = self._config.page_size
         free = self._kv.pool.preview()
+        room = self._kv.pool.num_free
         rows = []
         for slot, seq in self._decoding.items():
-            num_pages = len(seq.pages)
-            first_page: int = num_pages
+            first_page: int = len(seq.pages)
             new_pages: tuple[int, ...] = ()
-            if seq.remaps or seq.num_cached == num_pages * page_size:
-                first_page, new_pages = self._kv.decode_pages(seq, free)
+            if seq.num_cached == first_page * page_size:
+                if not room:
+                    continue
+                room -= 1
+                new_pages = (next(free),)
+            elif seq.remaps:
+                index, page = seq.remaps[0]
+                first_page, new_pages = index, (page,)
             rows.append(Row(slot, seq.num_cached, 1, None, first_page, new_pages, True, None))
+        if not rows:
+            return None
         return Step("decode", self._config.decode_bucket(len(rows)), 1, tuple(rows))
+
+    def _leave_slot(self, seq: Sequence) -> None:
+        assert seq.slot is not None, f"{seq} has no slot"
+        self._prefilling.pop(seq.slot, None)
+        self._decoding.pop(seq.slot, None)
+        self._slots[seq.slot] = None
+        self._free_slots.append(seq.slot)
+        seq.slot = None
 
     def _release(self, seq: Sequence, state: SequenceState) -> None:
         """Give slot and pages back, if it still has them.
@@ -240,13 +360,18 @@ class Scheduler:
         seq.state = state
         is_holder = seq.slot is not None or seq in self._ending
         if seq.slot is not None:
-            self._prefilling.pop(seq.slot, None)
-            self._decoding.pop(seq.slot, None)
-            self._slots[seq.slot] = None
-            self._free_slots.append(seq.slot)
-            seq.slot = None
+            self._leave_slot(seq)
         if state is SequenceState.ENDING and self._kv.awaits_ids(seq):
             self._ending.add(seq)
         elif is_holder:
             self._ending.discard(seq)
             self._kv.release(seq)
+
+
+def _rank_of(seq: Sequence) -> Rank:
+    return seq.rank
+
+
+def _expendability(seq: Sequence, by_priority: bool) -> tuple[int, int, Rank]:
+    """Lowest priority, then least to compute again, then last in line."""
+    return seq.request.priority if by_priority else 0, -seq.num_cached, seq.rank

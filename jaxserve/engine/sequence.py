@@ -7,11 +7,14 @@ from enum import Enum
 from jaxserve.engine.prefix import Chain
 from jaxserve.types import Request
 
+Rank = tuple[float, int]  # place in line, lower is sooner
+
 
 class SequenceState(Enum):
     WAITING = "waiting"  # for a slot and pages
     PREFILL = "prefill"  # in a slot; a part of the prompt is still to be launched
     DECODE = "decode"  # in a slot; every further step feeds one token
+    PREEMPTED = "preempted"  # waits again, without pages; ids of its last step may be outstanding
     ENDING = "ending"  # its last step is launched, its slot is free again, ids are outstanding
     FINISHED = "finished"  # whatever still comes back from the device for it is dropped
 
@@ -41,6 +44,7 @@ class Sequence:
         "num_told_pages",
         "output_ids",
         "pages",
+        "rank",
         "register_at",
         "remaps",
         "request",
@@ -48,9 +52,10 @@ class Sequence:
         "state",
     )
 
-    def __init__(self, request: Request, most_pages: int):
+    def __init__(self, request: Request, most_pages: int, rank: Rank):
         self.request = request
         self.num_prompt = len(request.prompt_ids)
+        self.rank = rank
         self.num_to_prefill = self.num_prompt  # tokens to have in cache before one is sampled
         self.most_pages = most_pages  # it can come to have in its page table
         self.state = SequenceState.WAITING

@@ -25,6 +25,7 @@ class Served:
 
     config: EngineConfig
     model: FakeModel = MODEL
+    expected_output: float | None = None  # what admission takes for the length of answers, at first
     events: dict[str, list[Event]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -35,6 +36,8 @@ class Served:
         self.engine.start(in_thread=False)
         self.scheduler = self.engine._scheduler
         self.runner.watch(self.scheduler)
+        if self.expected_output is not None:
+            self.scheduler._admission.mean_output = self.expected_output
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -88,6 +91,7 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrival]]:
         max_prefill_tokens=draw(st.integers(1, 40)),
         min_prefill_queries=draw(st.integers(1, 16)),
         prefill_step_cost=draw(st.sampled_from([0, 16, 100])),
+        admission=draw(st.sampled_from(["optimistic", "optimistic", "reserve"])),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         prefix_alignment=draw(st.sampled_from([None, None, page_size, 2 * page_size, 5 * page_size])),
     )
@@ -110,10 +114,10 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrival]]:
 
 
 @settings(max_examples=300)
-@given(workloads())
-def test_every_request_is_answered_as_if_it_were_alone_and_no_page_is_lost(workload):
+@given(workloads(), st.sampled_from([0.0, 0.0, 20.0]))
+def test_every_request_is_answered_as_if_it_were_alone_and_no_page_is_lost(workload, expected_output):
     config, arrivals = workload
-    served = Served(config)
+    served = Served(config, expected_output=expected_output)
     for turn in range(40):
         for number, arrival in enumerate(arrivals):
             if arrival.turn == turn:
@@ -141,6 +145,8 @@ def test_every_request_is_answered_as_if_it_were_alone_and_no_page_is_lost(workl
         else:
             assert (ids, text, last.finish_reason, last.stop_reason) == whole
     assert served.runner.most_in_flight <= 2
+    if config.admission == "reserve":
+        assert served.scheduler.num_preemptions == 0
 
 
 @settings(max_examples=100)
@@ -157,7 +163,7 @@ def test_requests_get_their_slots_in_the_order_in_which_they_came(workload):
                 served.engine.submit(request(number, arrivals[number].prompt_ids, arrivals[number].params))
         served.turn()
         admitted += [seq.request for seq in scheduler._slots if seq and seq.request not in admitted]
-        waiting = [int(seq.request.request_id) for seq in scheduler._waiting.values()]
+        waiting = [int(seq.request.request_id) for seq in scheduler._waiting]
         arrived = [number for number in order if arrivals[number].turn <= turn]
         assert waiting == arrived[len(arrived) - len(waiting) :]
     served.run()

@@ -1,0 +1,51 @@
+"""Whether a sequence should begin now, given the pages that those who run will still need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+
+from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.kv_pages import KVPages
+from jaxserve.engine.sequence import Sequence
+
+FIRST_GUESS = 128.0  # output tokens of a request, before any has ended
+WEIGHT = 1 / 32  # of one more request in the mean
+
+
+class Admission:
+    """Two ways to answer.
+
+    *reserve*: all pages that it may ever hold can be held back beside those of all others. Nobody is
+    ever preempted; pages are held back for `max_tokens` even if the answer ends early.
+
+    *optimistic*: the pages that it is expected to need are free, beyond those that the others are expected
+    to take. The expected output is the mean of what requests generated lately, within their `max_tokens`;
+    one that is past the mean is expected to go on for a page. What it would share with others
+    costs nothing. When the guess was wrong, somebody is preempted.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVPages):
+        self._config = config
+        self._kv = kv
+        self._reserves = config.admission == "reserve"
+        self.mean_output = FIRST_GUESS
+
+    def observe(self, num_outputs: int) -> None:
+        """A request has ended by itself after so many tokens."""
+        self.mean_output += WEIGHT * (num_outputs - self.mean_output)
+
+    def admits(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether `seq` may begin beside `running`. Alone it always may: the pool holds the longest one."""
+        if self._reserves:
+            return self._kv.can_reserve(seq)
+        others = list(running)
+        if not others:
+            return True
+        growth = sum(max(0, self._expected_pages(other) - len(other.pages)) for other in others)
+        need = self._expected_pages(seq) - self._kv.num_shareable(seq)
+        return growth + need <= self._kv.pool.num_free
+
+    def _expected_pages(self, seq: Sequence) -> int:
+        outputs = max(ceil(self.mean_output), seq.num_launched_outputs + self._config.page_size)
+        return min(seq.most_pages, self._config.pages_for(seq.num_prompt + outputs))
