@@ -39,8 +39,8 @@ class QueueFullError(RequestError):
     status = 429
     type = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after_s: int = 1):
-        super().__init__(message, code="queue_full")
+    def __init__(self, message: str, *, code: str = "queue_full", retry_after_s: int = 1):
+        super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 

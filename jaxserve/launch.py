@@ -41,6 +41,9 @@ class LaunchOptions:
     max_num_queued_reqs: int = EngineConfig.max_num_queued
     block_size: int = EngineConfig.page_size
     kv_cache_memory: int | None = None  # bytes
+    max_queued_tokens: int = EngineConfig.max_queued_tokens
+    queue_timeout: float | None = EngineConfig.queue_timeout_s
+    scheduling_policy: Literal["fcfs", "priority"] = EngineConfig.scheduling_policy
     admission: Literal["optimistic", "reserve"] = EngineConfig.admission
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     attention_backend: str = "auto"
@@ -101,6 +104,9 @@ def load_engine(
         max_num_seqs=options.max_num_seqs,
         max_num_queued=options.max_num_queued_reqs,
         max_prefill_tokens=options.max_num_batched_tokens,
+        max_queued_tokens=options.max_queued_tokens,
+        queue_timeout_s=options.queue_timeout,
+        scheduling_policy=options.scheduling_policy,
         admission=options.admission,
         enable_prefix_caching=options.enable_prefix_caching,
     )

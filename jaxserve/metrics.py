@@ -22,10 +22,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from jaxserve.errors import ConfigError
-from jaxserve.types import EngineStats, Event, Request, WaitReason
+from jaxserve.types import EngineStats, Event, FinishReason, Request, WaitReason
 
 DEFAULT_PREFIX = "jaxserve:"
-REJECTION_REASONS = ("queue_full", "unavailable", "context_length_exceeded", "model_not_found", "invalid")
+REJECTION_REASONS = (
+    *("queue_full", "queue_tokens_full", "unavailable", "context_length_exceeded", "model_not_found"),
+    "invalid",
+)
 
 _TOKEN_BUCKETS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 _FIRST_TOKEN_BUCKETS = (
@@ -77,7 +80,7 @@ class Metrics:
         success = counter("request_success", "Requests ended, by reason.", "finished_reason")
         self.finished = {
             reason: success.labels(**label, finished_reason=reason)
-            for reason in ("stop", "length", "abort", "error")
+            for reason in get_args(FinishReason)
         }
         rejections = counter("admission_rejections", "Requests refused, by reason.", "reason")
         self.rejected = {reason: rejections.labels(**label, reason=reason) for reason in REJECTION_REASONS}
@@ -206,6 +209,12 @@ class _EngineCollector(Collector):
         used = stats.num_pages_used / stats.num_pages_total if stats.num_pages_total else 0.0
         yield self._gauge("num_requests_running", "Requests that hold a slot.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
+        yield self._gauge(
+            "num_queued_tokens", "Prompt tokens of the requests in the queue.", stats.num_queued_tokens
+        )
+        yield self._gauge(
+            "tokens_per_second", "Prompt and output tokens a second lately, while busy.", stats.tokens_per_s
+        )
         waiting = GaugeMetricFamily(
             self._prefix + "num_requests_waiting_by_reason",
             "Requests in the queue, by what the first of them waits for.",

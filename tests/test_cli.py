@@ -365,7 +365,8 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         "--max-num-batched-tokens 77 --max-num-queued-reqs 5 --block-size 8 --kv-cache-memory 2GiB "
         f"--dtype float32 --attention-backend xla --linear-backend native --chat-template {tmp_path}/t "
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
-        "--no-enable-prefix-caching --admission reserve"
+        "--no-enable-prefix-caching --admission reserve "
+        "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority"
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
@@ -373,7 +374,8 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         "max_num_batched_tokens": 77, "max_num_queued_reqs": 5, "block_size": 8,
         "kv_cache_memory": 2**31, "attention_backend": "xla", "linear_backend": "native",
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,
-        "admission": "reserve",
+        "admission": "reserve", "max_queued_tokens": 900, "queue_timeout": 2.5,
+        "scheduling_policy": "priority",
     }  # fmt: skip
     options = fake_launch.server_options
     assert (options.host, options.port, options.shutdown_timeout_s) == ("0.0.0.0", 0, 7)

@@ -57,6 +57,10 @@ def seconds(text: str) -> float:
     return _number(text, float, 0, 86400, "a number of seconds from 0 to 86400")
 
 
+def positive_seconds(text: str) -> float:
+    return _number(text, float, 1e-3, 86400, "a number of seconds from 0.001 to 86400")
+
+
 def _number(text: str, kind: type, lowest: float, highest: float | None, what: str) -> Any:
     try:
         value = kind(text)
@@ -104,6 +108,19 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         help="memory of the KV cache, like 2GiB; default: a part of what is free",
     )
     batching.add_argument(
+        "--max-queued-tokens", type=count, default=EngineConfig.max_queued_tokens, metavar="TOKENS",
+        help="prompt tokens that may wait; beyond that the answer is 429",
+    )
+    batching.add_argument(
+        "--queue-timeout", type=positive_seconds, metavar="SECONDS",
+        help="how long a request may wait for its turn; then the answer is 504 (default: for ever)",
+    )
+    batching.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), default=EngineConfig.scheduling_policy,
+        help="fcfs: requests go in the order they come; priority: by their field 'priority', lower first, "
+        "where ten seconds of waiting make up for one level",
+    )
+    batching.add_argument(
         "--admission", choices=("optimistic", "reserve"), default=EngineConfig.admission,
         help="optimistic: begin requests on an estimate of their length, and preempt when pages run out; "
         "reserve: hold the pages of the longest answer, never preempt",
@@ -137,6 +154,9 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         max_num_queued_reqs=args.max_num_queued_reqs,
         block_size=args.block_size,
         kv_cache_memory=args.kv_cache_memory,
+        max_queued_tokens=args.max_queued_tokens,
+        queue_timeout=args.queue_timeout,
+        scheduling_policy=args.scheduling_policy,
         admission=args.admission,
         enable_prefix_caching=args.enable_prefix_caching,
         attention_backend=args.attention_backend,

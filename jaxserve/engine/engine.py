@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.intake import Intake
 from jaxserve.engine.output import OutputProcessor
 from jaxserve.engine.plan import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.throughput import Throughput
 from jaxserve.engine.validation import check_request
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline
@@ -37,8 +39,8 @@ class Engine:
 
     `deliver` is called at most once a turn, from the engine thread, with the events of that turn; it
     should hand them on and return. The last event of a request has a `finish_reason`, and every request
-    that `submit` took gets one: "abort" when it was aborted, "error" when its text can't be made or when
-    the engine dies.
+    that `submit` took gets one: "abort" when it was aborted, "timeout" when a deadline passed, "error"
+    when its text can't be made or when the engine dies.
 
     A turn launches the next step before it reads the ids of the one before, so the device works while
     the host does. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
@@ -65,6 +67,9 @@ class Engine:
         # From here on owned by the engine thread.
         self._scheduler = Scheduler(config)
         self._live: dict[str, _Live] = {}
+        self._deadlines = Deadlines(config.queue_timeout_s)
+        self._throughput = Throughput()
+        self._num_tokens = 0  # that this turn's launch works on
         self._in_flight: list[Any] = []  # handles launched and not fetched: none or one between turns
         self._events: list[Event] = []  # of this turn
         self._ended_ids: list[str] = []  # of this turn
@@ -142,7 +147,9 @@ class Engine:
         except Exception as error:
             logger.exception("the engine can't go on")
             self._die(error)
-        self._busy_s += time.monotonic() - self._began_s
+        took_s = time.monotonic() - self._began_s
+        self._busy_s += took_s
+        self._throughput.add(self._num_tokens, took_s)
         return True
 
     def _run(self) -> None:
@@ -158,13 +165,16 @@ class Engine:
 
     def _advance(self, now: float) -> None:
         self._obey(now)
+        self._expire(now)
         self._scheduler.admit(now)
         plan = self._scheduler.schedule()
+        self._num_tokens = 0
         if plan is not None:
             self._in_flight.append(self._runner.launch(plan))
             self._scheduler.commit(plan)
             for step in plan.steps:
                 self._num_steps[step.kind] += 1
+                self._num_tokens += sum(row.query_len for row in step.rows)
         self._publish()
         # Fetch the launch before this one; this one only when there is nothing to launch behind it.
         if len(self._in_flight) > (plan is not None):
@@ -195,6 +205,25 @@ class Engine:
             for live in list(self._live.values()):
                 self._abort(live, now)
 
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is up, wherever they are."""
+        if not self._live:
+            self._deadlines.clear()
+        for request_id, arrival_s, is_queue in self._deadlines.passed(now):
+            live = self._live.get(request_id)
+            if live is None or live.seq.request.arrival_s != arrival_s:
+                continue
+            seq, waited = live.seq, f"{now - arrival_s:.3g} s"
+            if not is_queue:
+                state = f"after {len(seq.output_ids)} tokens" if seq.admitted_s else "still in the queue"
+                error = f"the request's timeout of {seq.request.timeout_s:g} s has passed, {state}"
+            elif seq.admitted_s is None:
+                limit_s = self._config.queue_timeout_s
+                error = f"the request has waited {waited} for its turn, the server's limit is {limit_s:g} s"
+            else:
+                continue
+            self._end(live, "timeout", now, error=error)
+
     def _begin(self, request: Request, now: float) -> None:
         try:
             output = OutputProcessor(request.params, self._tokenizer, self._eos_ids)
@@ -204,6 +233,7 @@ class Engine:
             self._events.append(_last_event(request, None, "error", now, error=_describe(error)))
             return
         self._live[request.request_id] = _Live(self._scheduler.add(request), output)
+        self._deadlines.add(request)
 
     def _answer(self, sampled: list[tuple[Sequence, int]], now: float) -> None:
         """Turn sampled ids into events. What goes wrong with one request's text ends that request only."""
@@ -256,6 +286,8 @@ class Engine:
             num_waiting=num_waiting,
             wait_reason=self._scheduler.wait_reason,
             num_queued_tokens=self._scheduler.num_queued_tokens,
+            mean_output=self._scheduler.mean_output,
+            tokens_per_s=self._throughput.tokens_per_s,
             num_preemptions=self._scheduler.num_preemptions,
             num_pages_total=self._scheduler.num_pages_total,
             num_pages_used=self._scheduler.num_pages_used,

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from jaxserve.engine.config import EngineConfig
@@ -21,6 +22,7 @@ class Abort:
 
 
 Command = Request | Abort
+SHORTEST_RETRY_S, LONGEST_RETRY_S = 1, 300
 
 
 class Intake:
@@ -31,7 +33,7 @@ class Intake:
     """
 
     def __init__(self, config: EngineConfig):
-        self._max_num_queued = config.max_num_queued
+        self._config = config
         self._changed = threading.Condition()
         self._state: Literal["starting", "ready", "draining", "dead"] = "starting"
         self._reason: str | None = "not started"
@@ -41,6 +43,7 @@ class Intake:
         self._deadline_s: float | None = None  # of draining
         self._stopping = False
         self._num_arriving = 0  # requests among the commands
+        self._num_arriving_tokens = 0  # of their prompts
         self._num_vacant = config.max_num_seqs  # slots that are free for those who arrive now
         self._stats = EngineStats(num_pages_total=config.num_usable_pages)
 
@@ -56,18 +59,40 @@ class Intake:
                     f"request_id {request.request_id!r} belongs to a request that has not ended yet",
                     param="request_id",
                 )
-            # Those who fill a free slot at the next turn don't count as queued.
-            num_queued = self._num_arriving + self._stats.num_waiting
-            if num_queued >= self._max_num_queued + self._num_vacant:
-                raise QueueFullError(
-                    f"{num_queued} requests are waiting already, the limit is "
-                    f"max_num_queued={self._max_num_queued}; try again later"
-                )
+            self._check_room(len(request.prompt_ids))
             self._requests[request.request_id] = request
             self._settled = False
             self._num_arriving += 1
+            self._num_arriving_tokens += len(request.prompt_ids)
             self._commands.append(request)
             self._changed.notify_all()
+
+    def _check_room(self, num_tokens: int) -> None:
+        config, stats = self._config, self._stats
+        # Those who fill a free slot at the next turn don't count as queued.
+        num_queued = self._num_arriving + stats.num_waiting
+        if num_queued >= config.max_num_queued + self._num_vacant:
+            raise QueueFullError(
+                f"{num_queued} requests are waiting already, the limit is "
+                f"max_num_queued={config.max_num_queued}; try again later",
+                retry_after_s=self._time_to_work_off(),
+            )
+        num_queued_tokens = self._num_arriving_tokens + stats.num_queued_tokens
+        if num_queued_tokens and num_queued_tokens + num_tokens > config.max_queued_tokens:
+            raise QueueFullError(
+                f"{num_queued_tokens} prompt tokens are waiting already, {num_tokens} more would be over "
+                f"the limit of max_queued_tokens={config.max_queued_tokens}; try again later",
+                code="queue_tokens_full",
+                retry_after_s=self._time_to_work_off(),
+            )
+
+    def _time_to_work_off(self) -> int:
+        """Seconds until those who are here now should be done, by the pace of late; whole, 1 to 300."""
+        stats = self._stats
+        num_requests = self._num_arriving + stats.num_waiting + stats.num_running
+        num_tokens = self._num_arriving_tokens + stats.num_queued_tokens + num_requests * stats.mean_output
+        seconds = num_tokens / stats.tokens_per_s if stats.tokens_per_s else SHORTEST_RETRY_S
+        return ceil(min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S))
 
     def abort(self, request_id: str) -> None:
         """Ask for the end of a request; an id that is unknown or has ended is ignored."""
@@ -81,6 +106,7 @@ class Intake:
             return replace(
                 self._stats,
                 num_waiting=self._stats.num_waiting + self._num_arriving,
+                num_queued_tokens=self._stats.num_queued_tokens + self._num_arriving_tokens,
                 state=self._state,
                 reason=self._reason,
             )
@@ -136,8 +162,13 @@ class Intake:
             commands, self._commands = self._commands, []
             if self._num_arriving:
                 # Until the scheduler reports them they count as waiting: none is missed or counted twice.
-                self._stats = replace(self._stats, num_waiting=self._stats.num_waiting + self._num_arriving)
-                self._num_arriving = 0
+                stats = self._stats
+                self._stats = replace(
+                    stats,
+                    num_waiting=stats.num_waiting + self._num_arriving,
+                    num_queued_tokens=stats.num_queued_tokens + self._num_arriving_tokens,
+                )
+                self._num_arriving = self._num_arriving_tokens = 0
             return commands, self._deadline_s is not None and now >= self._deadline_s
 
     def publish(self, stats: EngineStats, num_vacant: int, ended_ids: Iterable[str]) -> None:
@@ -165,7 +196,9 @@ class Intake:
             left = list(self._requests.values())
             self._requests.clear()
             self._commands.clear()
-            self._num_arriving = 0
-            self._stats = replace(self._stats, num_running=0, num_waiting=0, num_pages_used=0)
+            self._num_arriving = self._num_arriving_tokens = 0
+            self._stats = replace(
+                self._stats, num_running=0, num_waiting=0, num_queued_tokens=0, num_pages_used=0
+            )
             self._changed.notify_all()
             return left

@@ -30,6 +30,13 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int | None
             param="max_tokens",
             code="context_length_exceeded",
         )
+    if request.priority and config.scheduling_policy != "priority":
+        raise RequestError(
+            f"priority={request.priority} has no effect: this server takes requests in the order they come "
+            "(--scheduling-policy fcfs); leave it out",
+            param="priority",
+            code="unsupported_parameter",
+        )
     if "" in params.stop:
         raise RequestError("stop must not hold an empty string: it would end every text", param="stop")
     if vocab_size is not None:

@@ -53,6 +53,16 @@ class Interrupted(RequestError):
         super().__init__("The server is shutting down and could not finish this answer.", code="unavailable")
 
 
+class TimedOut(RequestError):
+    """The request's own timeout, or the server's limit of waiting, has passed."""
+
+    status = 504
+    type = "timeout"
+
+    def __init__(self, message: str):
+        super().__init__(message, code="timeout")
+
+
 def body_too_large(request: web.BaseRequest) -> HttpError:
     limit = request.client_max_size
     return HttpError(413, f"The request body is larger than the limit of {limit} bytes (--max-body-size).")
@@ -65,6 +75,8 @@ def failure_of(event: Event) -> RequestError | None:
         return EngineFailure()
     if event.finish_reason == "abort":
         return Interrupted()
+    if event.finish_reason == "timeout":
+        return TimedOut(f"{(event.error or 'the time is up').capitalize()}.")
     return None
 
 

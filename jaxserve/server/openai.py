@@ -126,6 +126,8 @@ def _generation(
                 tuple(ids),
                 _sampling(fields, limit(len(ids))),
                 arrival_s,
+                priority=fields.priority,
+                timeout_s=fields.timeout,
                 cache_salt=fields.cache_salt,
             )
             for i, ids in enumerate(prompts)

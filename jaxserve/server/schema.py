@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SALT_CHARS = 256
+MAX_PRIORITY = 1000
 
 
 def _invalid(text: str) -> PydanticCustomError:
@@ -134,6 +135,8 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    priority: Annotated[Int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None  # seconds from arrival to the last token
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     user: str | None = None  # the client's own label of its end user; nothing depends on it
 
@@ -170,7 +173,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "priority": (0,),
     "request_id": (),
     "use_beam_search": (False,),
 }

@@ -76,6 +76,10 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or"),
     ({"stream": True, "stream_options": []}, "stream_options", "an object"),
     ({"user": 5}, "user", "a string"),
+    ({"priority": 1.5}, "priority", "an integer"),
+    ({"priority": 2000}, "priority", "at most 1000"),
+    ({"timeout": 0}, "timeout", "more than 0"),
+    ({"timeout": "5"}, "timeout", "a number"),
     ({"cache_salt": 5}, "cache_salt", "a string"),
     ({"cache_salt": ""}, "cache_salt", "at least 1 characters"),
     ({"cache_salt": "x" * 300}, "cache_salt", "at most 256 characters"),
@@ -153,7 +157,7 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "n": 2, "best_of": 3, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
     "logit_bias": {"5": 1}, "min_tokens": 3, "bad_words": ["x"], "allowed_token_ids": [5],
     "prompt_logprobs": 1, "return_token_ids": True, "truncate_prompt_tokens": 5,
-    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "priority": 1,
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
     "request_id": "mine", "use_beam_search": True, "echo": True, "suffix": "x", "logprobs": 1,
     "top_logprobs": 2, "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}],
     "parallel_tool_calls": 1, "function_call": {"name": "x"}, "continue_final_message": True,
@@ -197,6 +201,14 @@ def test_null_means_the_default_of_every_optional_field(model):
         got = parse(**{**given_seed, name: None})
         assert got.requests[0].params == expected.requests[0].params, name
         assert (got.stream, got.model) == (expected.stream, expected.model)
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_fields_for_the_engine_itself_reach_it(parse):
+    (request,) = parse(priority=-3, timeout=2.5, cache_salt="tenant").requests
+    assert (request.priority, request.timeout_s, request.cache_salt) == (-3, 2.5, "tenant")
+    (request,) = parse().requests
+    assert (request.priority, request.timeout_s, request.cache_salt) == (0, None, None)
 
 
 def test_completions_generate_16_tokens_unless_told_otherwise():

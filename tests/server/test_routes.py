@@ -250,6 +250,29 @@ def test_a_full_queue_is_429_and_says_when_to_come_back():
         assert running.post("/v1/completions", {"prompt": "y"})[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_timeout_is_504_or_an_error_in_the_stream_and_frees_everything(server, stream):
+    server.runner.step_s = 0.02
+    body = {"prompt": "x", "max_tokens": 200, "timeout": 0.3, "stream": stream}
+    status, _, raw = server.request("POST", "/v1/completions", body)
+    if stream:
+        assert status == 200
+        events = raw.decode().split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        error = json.loads(events[-3][6:])["error"]
+    else:
+        assert status == 504
+        error = error_of(raw)
+    assert (error["type"], error["code"]) == ("timeout", "timeout")
+    assert error["message"].startswith("The request's timeout of 0.3 s has passed, after ")
+    server.wait_idle()
+
+
+def test_a_priority_that_the_server_does_not_go_by_is_400(server):
+    status, _, raw = server.request("POST", "/v1/completions", {"prompt": "x", "priority": 1})
+    assert (status, error_of(raw)["param"]) == (400, "priority")
+
+
 def test_a_batch_that_does_not_fit_into_the_queue_leaves_nothing_behind():
     config = EngineConfig(max_model_len=64, num_pages=65, page_size=4, max_num_seqs=1, max_num_queued=2)
     with RunningServer(config=config) as running:
