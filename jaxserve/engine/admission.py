@@ -26,7 +26,7 @@ class Admission:
     """
 
     def __init__(self, config: EngineConfig, kv: KVPages):
-        self._config = config
+        self._page_size = config.page_size
         self._kv = kv
         self._reserves = config.admission == "reserve"
         self.mean_output = FIRST_GUESS
@@ -42,10 +42,12 @@ class Admission:
         others = list(running)
         if not others:
             return True
-        growth = sum(max(0, self._expected_pages(other) - len(other.pages)) for other in others)
-        need = self._expected_pages(seq) - self._kv.num_shareable(seq)
-        return growth + need <= self._kv.pool.num_free
+        room = self._kv.pool.num_free - self._expected_pages(seq)
+        for other in others:
+            room -= max(0, self._expected_pages(other) - len(other.pages))
+        return room >= 0 or room + self._kv.num_shareable(seq) >= 0
 
     def _expected_pages(self, seq: Sequence) -> int:
-        outputs = max(ceil(self.mean_output), seq.num_launched_outputs + self._config.page_size)
-        return min(seq.most_pages, self._config.pages_for(seq.num_prompt + outputs))
+        page_size = self._page_size
+        outputs = max(self.mean_output, seq.num_launched_outputs + page_size)
+        return min(seq.most_pages, ceil((seq.num_prompt + outputs) / page_size))

@@ -67,6 +67,15 @@ class EngineConfig:
         return self.num_pages - 1
 
     @property
+    def turn_budget(self) -> int:
+        """The most tokens, padding included, that the device works on between two tokens of a stream.
+
+        One decode step of all who run and one prefill step: prefill does not get less when many decode,
+        because its next smaller rectangle would be half as large.
+        """
+        return self.decode_buckets[-1] + max(batch * queries for batch, queries in self.prefill_buckets)
+
+    @property
     def hit_alignment(self) -> int:
         return self.prefix_alignment or self.page_size
 

@@ -47,6 +47,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig):
         self._config = config
         self._kv = KVPages(config)
+        self._most_chunk_pages = config.pages_for(config.max_chunk) + 1
         self._free_slots = list(reversed(range(config.max_num_seqs)))  # the lowest is on top
         self._slots: list[Sequence | None] = [None] * config.max_num_seqs
         self._admission = Admission(config, self._kv)
@@ -169,12 +170,16 @@ class Scheduler:
             for row in step.rows:
                 seq = self._slots[row.slot]
                 assert seq is not None, f"slot {row.slot} has no sequence"
-                self._kv.take_for(seq, row)
+                if row.tokens is None and not row.new_pages:  # most rows, in few instructions
+                    seq.num_cached += 1
+                else:
+                    self._kv.take_for(seq, row)
                 seqs.append(seq)
         owners = iter(seqs)
         for step in plan.steps:
             for row, seq in zip(step.rows, owners):
-                self._kv.settle(seq, row)
+                if seq.remaps or seq.register_at <= seq.num_cached:
+                    self._kv.settle(seq, row)
                 if not row.sample:
                     continue
                 seq.num_launched_outputs += 1
@@ -252,6 +257,8 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempt until the next decode step has its pages, and the first in line its next chunk's."""
         free = self._kv.pool
+        if free.num_free >= len(self._decoding) + self._most_chunk_pages:
+            return
         while self._num_decode_pages() > free.num_free and self._preempt_one():
             pass
         while self._prefilling:

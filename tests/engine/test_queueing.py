@@ -163,7 +163,7 @@ def test_the_lowest_priority_is_preempted_first():
 # Deadlines.
 
 
-@pytest.mark.parametrize(("number", "state"), enumerate(["decode", "preempted", "waiting"]))
+@pytest.mark.parametrize(("number", "state"), [(0, "decode"), (1, "preempted"), (2, "waiting")])
 @pytest.mark.parametrize("how", ["abort", "timeout"])
 def test_slot_and_pages_are_back_at_the_next_turn_in_whatever_state_a_request_ends(clock, number, state, how):
     served = Served(config(max_model_len=64, num_pages=20, max_num_seqs=2), MODEL, expected_output=0.0)

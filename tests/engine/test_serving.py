@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.plan import Step
 from jaxserve.types import Event, Request, SamplingParams
 from tests.engine.oracle import answer
 from tests.fakes import EOS, FakeModel, FakeRunner, FakeTokenizer
@@ -147,6 +148,33 @@ def test_every_request_is_answered_as_if_it_were_alone_and_no_page_is_lost(workl
     assert served.runner.most_in_flight <= 2
     if config.admission == "reserve":
         assert served.scheduler.num_preemptions == 0
+
+
+@settings(max_examples=100)
+@given(workloads())
+def test_between_two_tokens_of_a_stream_the_device_works_on_no_more_than_the_budget(workload):
+    config, arrivals = workload
+    served = Served(replace(config, admission="reserve"))
+    for turn in range(21):
+        for number, arrival in enumerate(arrivals):
+            if arrival.turn == turn:
+                served.engine.submit(request(number, arrival.prompt_ids, arrival.params))
+        served.turn()
+    served.run()
+    steps = [step for plan in served.runner.plans for step in plan.steps]
+    since: dict[int, list[Step]] = {}  # by slot, the steps after the last token of whoever has it
+    for step in steps:
+        for slot in since:
+            since[slot].append(step)
+        for row in step.rows:
+            if row.params is not None:
+                since.pop(row.slot, None)
+            elif row.slot in since:
+                assert [other.kind for other in since[row.slot]].count("prefill") <= 1
+                work = sum(other.batch * other.queries for other in since[row.slot])
+                assert work <= config.turn_budget
+            if row.sample:
+                since[row.slot] = []
 
 
 @settings(max_examples=100)

@@ -12,7 +12,8 @@ BODY = {"prompt": "hello", "max_tokens": 6, "seed": 1}
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
     "prompt_tokens_cached_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
-    "kv_cache_cached_perc", "num_queued_tokens", "tokens_per_second", "num_preemptions_total", "num_requests_waiting_by_reason",
+    "kv_cache_cached_perc", "num_queued_tokens", "tokens_per_second",
+    "num_preemptions_total", "num_requests_waiting_by_reason",
     "generation_tokens_total", "request_success_total", "admission_rejections_total",
     "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
