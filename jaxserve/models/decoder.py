@@ -62,8 +62,10 @@ class Linear(nnx.Module):
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DType):
         self.weight = nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
 
-    def __call__(self, x: jax.Array, backend: Backend, layer: jax.Array | None = None) -> jax.Array:
-        return backend.linear(x, self.weight[...], layer)
+    def __call__(
+        self, x: jax.Array, backend: Backend, layer: jax.Array | None = None, *, out_dtype: DType = None
+    ) -> jax.Array:
+        return backend.linear(x, self.weight[...], layer, out_dtype=out_dtype)
 
 
 class Norm(nnx.Module):
@@ -111,7 +113,7 @@ class Attention(nnx.Module):
             places.page_table, places.context_lens, places.query_lens,
             page_size=places.page_size, scale=config.attention_scale,
         )  # fmt: skip
-        return self.out(mixed.reshape(B, Q, N * D), backend, layer), kv
+        return self.out(mixed.reshape(B, Q, N * D), backend, layer, out_dtype=jnp.float32), kv
 
 
 class MLP(nnx.Module):
@@ -125,11 +127,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: jax.Array, backend: Backend) -> jax.Array:
         gate, up = jnp.split(self.gate_up(x, backend, layer), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate) * up, backend, layer)
+        return self.down(ACTIVATIONS[self.activation](gate) * up, backend, layer, out_dtype=jnp.float32)
 
 
 class Layers(nnx.Module):
-    """All blocks, pre-norm; with `post_norms` each half's output is normed before it is added (gemma)."""
+    """All blocks, pre-norm; with `post_norms` each half's output is normed before it is added (gemma).
+
+    What runs from block to block, `x`, is float32 whatever the weights are: its sum of 60 small terms and
+    few large ones is what bfloat16 would spoil most, and it is small beside the weights.
+    """
 
     def __init__(self, config: ModelConfig, dtype: DType):
         norm = lambda: Norm((config.num_layers, config.hidden_size), config.rms_norm_eps)
@@ -138,15 +144,17 @@ class Layers(nnx.Module):
         self.post_mlp_norm = norm() if config.post_norms else None
         self.attention = Attention(config, dtype)
         self.mlp = MLP(config, dtype)
+        self.dtype = dtype
 
     def __call__(
         self, x: jax.Array, layer: jax.Array, kv: KVCache, places: _Places, backend: Backend
     ) -> tuple[jax.Array, KVCache]:
-        mixed, kv = self.attention(self.attention_norm(x, layer), layer, kv, places, backend)
+        normed = self.attention_norm(x, layer).astype(self.dtype)
+        mixed, kv = self.attention(normed, layer, kv, places, backend)
         if self.post_attention_norm is not None:
             mixed = self.post_attention_norm(mixed, layer)
         x = x + mixed
-        mixed = self.mlp(self.mlp_norm(x, layer), layer, backend)
+        mixed = self.mlp(self.mlp_norm(x, layer).astype(self.dtype), layer, backend)
         if self.post_mlp_norm is not None:
             mixed = self.post_mlp_norm(mixed, layer)
         return x + mixed, kv
@@ -162,16 +170,18 @@ class Decoder(nnx.Module):
         self.final_norm = Norm((config.hidden_size,), config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(table, ("vocab", "embed"), dtype)
         self.config = config
+        self.dtype = dtype
 
     def hidden(
         self, kv: KVCache, batch: Batch, backend: Backend, *, page_size: int
     ) -> tuple[jax.Array, KVCache]:
-        """Run the layers over `batch`, writing its keys and values. Returns hidden states [B, Q, H]."""
+        """Run the layers over `batch`, writing its keys and values. Returns float32 hidden states [B, Q, H]."""
         config = self.config
         places = _find_places(config, batch, page_size)
         x = self.embedding.weight[...][batch.tokens]  # [B, Q, H]
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        x = x.astype(jnp.float32)
 
         def one_layer(layer: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
             x, kv = carry
@@ -182,7 +192,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, backend: Backend) -> jax.Array:
         """Float32 logits [..., V] of `hidden` [..., H]."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        return head(self.final_norm(hidden), backend).astype(jnp.float32)
+        return head(self.final_norm(hidden).astype(self.dtype), backend, out_dtype=jnp.float32)
 
 
 def _find_places(config: ModelConfig, batch: Batch, page_size: int) -> _Places:

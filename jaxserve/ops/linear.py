@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
-def linear_xla(x: jax.Array, weight: jax.Array, layer: jax.Array | None = None) -> jax.Array:
-    """`x` [..., I] times `weight` [O, I] transposed: [..., O] in x's dtype, summed in float32.
+def linear_xla(
+    x: jax.Array, weight: jax.Array, layer: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
+) -> jax.Array:
+    """`x` [..., I] times `weight` [O, I] transposed: [..., O], summed in float32, in `out_dtype` or x's.
 
     With `layer`, an int32 scalar, `weight` is [L, O, I] and that layer's matrix is meant.
 
@@ -23,4 +26,4 @@ def linear_xla(x: jax.Array, weight: jax.Array, layer: jax.Array | None = None) 
     out = jax.lax.dot_general(
         rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return out[:num_rows].astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return out[:num_rows].astype(out_dtype or x.dtype).reshape(*x.shape[:-1], weight.shape[0])
