@@ -75,7 +75,7 @@ def load_engine(
 
     Raises WeightsError, TokenizerError or ConfigError, whose texts are for the user.
     """
-    cache = use_compile_cache(options.compile_cache)
+    cache = compile_cache_folder(options.compile_cache)
     files = open_model(options.model)
     try:
         tokenizer = files.load_tokenizer()
@@ -124,8 +124,8 @@ def load_engine(
     )
 
 
-def use_compile_cache(folder: Path | None) -> Path:
-    """Keep what is compiled in `folder`, by default the user's cache folder, for the next start."""
+def compile_cache_folder(folder: Path | None) -> Path:
+    """Where compiled programs are kept for the next start: `folder`, or one in the user's cache folder."""
     if folder is None:
         cache_home = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(cache_home) if cache_home else Path.home() / ".cache") / "jaxserve" / "compiled"

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.plan import Plan, Row, Step
-from jaxserve.launch import use_compile_cache
+from jaxserve.launch import compile_cache_folder
 from jaxserve.models.decoder import NO_WINDOW
 from jaxserve.ops.backend import choose
 from jaxserve.runtime.runner import ModelRunner
@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15, help="median of this many")
     args = parser.parse_args()
 
-    use_compile_cache(None)
     files = open_model(args.model)
     params = files.load_params(args.dtype)
     model = files.config
@@ -61,7 +60,9 @@ def main() -> None:
         decode_buckets=tuple(sorted({max(2, n) for n in args.rows})),
         prefill_buckets=((1, 32),),
     )
-    runner = ModelRunner(model, params, config, backend, dtype=args.dtype)
+    runner = ModelRunner(
+        model, params, config, backend, dtype=args.dtype, cache=compile_cache_folder(None)
+    )
     bandwidth = read_bandwidth()
     weight_bytes = sum(x.nbytes for x in params.values())
     print(

@@ -32,7 +32,8 @@ def pack(step: Step, config: EngineConfig) -> np.ndarray:
     packed = np.zeros(packed_shape(step.kind, step.batch, step.queries, config), np.int32)
     packed[len(step.rows) :, SLOT] = config.max_num_seqs  # SLOT and D_SLOT are the same column
     if step.kind == "decode":
-        packed[: len(step.rows)] = [_decode_row(row) for row in step.rows]
+        for out, row in zip(packed, step.rows):
+            out[:] = _decode_row(row)
     else:
         for out, row in zip(packed, step.rows):
             _fill_prefill_row(out, row, config)

@@ -2,6 +2,9 @@
 
 JAX's own persistent cache is keyed by the lowered program, so it saves XLA's time but not that of tracing
 and lowering (0.2 s a program, 32 programs). This one is keyed by everything those programs are made from.
+
+The two must not be mixed: a program that JAX read from its cache on CPU can't be serialised again (it loads
+and then fails with "Function ... not found"), so `without_jax_cache` is around every compilation kept here.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxserve
 
@@ -27,6 +32,12 @@ log = logging.getLogger(__name__)
 KEPT = 8  # sets of programs that stay on the disk: the latest used
 PACKAGE = Path(jaxserve.__file__).parent
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change what is compiled
+CONFIG = (  # settings of JAX that change what is traced
+    "jax_default_matmul_precision",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
 SOURCES = ("models", "ops", "runtime", "native", "engine")  # what programs are traced from
 
 
@@ -37,7 +48,7 @@ def fingerprint(*parts: Any) -> str:
     for part in (
         *parts, jax.__version__, jaxlib.__version__, device.client.platform_version, device.device_kind,
         jax.device_count(), _cpu_flags(), *(os.environ.get(name, "") for name in ENVIRONMENT),
-        json.dumps({name: str(value) for name, value in sorted(jax.config.values.items())}),
+        json.dumps({name: str(jax.config.values.get(name)) for name in CONFIG}),
     ):  # fmt: skip
         digest.update(repr(part).encode() + b"\0")
     for path in _source_files():
@@ -58,6 +69,19 @@ def _cpu_flags() -> str:
     except OSError:
         return ""
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """Compile for real inside, whatever cache the process or its environment has set up."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is in use
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 class Executables:
@@ -98,6 +122,11 @@ class Executables:
         except (OSError, ValueError, pickle.PicklingError) as error:
             log.warning("%s is not kept: %s", path, error)
             temporary.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Forget this set."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def prune(self) -> None:
         """Mark this set as used now, and drop all but the KEPT latest."""
