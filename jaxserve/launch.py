@@ -88,7 +88,7 @@ def load_engine(
     finally:
         files.close()
 
-    bytes_per_token = kv_bytes_per_token(model, dtype)
+    bytes_per_token = kv_bytes_per_token(model, dtype, backend.pool_lanes)
     num_pages, max_model_len = fit_pool(
         budget=default_kv_budget() if options.kv_cache_memory is None else options.kv_cache_memory,
         bytes_per_token=bytes_per_token,

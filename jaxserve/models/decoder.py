@@ -38,8 +38,8 @@ class Batch(NamedTuple):
 class KVCache(NamedTuple):
     """The paged pool of all layers."""
 
-    keys: jax.Array  # [L, pages * page_size, K, D]
-    values: jax.Array  # [L, pages * page_size, K, D]
+    keys: jax.Array  # [L, pages * page_size, K, D], or rows of W: see ops/paging.py
+    values: jax.Array  # the same
 
 
 class _Places(NamedTuple):
@@ -111,7 +111,7 @@ class Attention(nnx.Module):
         mixed = backend.attention(
             q, kv.keys, kv.values, layer, places.window_of_layer[layer],
             places.page_table, places.context_lens, places.query_lens,
-            page_size=places.page_size, scale=config.attention_scale,
+            page_size=places.page_size, scale=config.attention_scale, num_kv_heads=K,
         )  # fmt: skip
         return self.out(mixed.reshape(B, Q, N * D), backend, layer, out_dtype=jnp.float32), kv
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -22,9 +22,11 @@ class Backend:
     linear_name: str
     attention: Callable[..., jax.Array]  # paged_attention_xla's signature
     linear: Callable[..., jax.Array]  # linear_xla's signature
+    pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
 
 
 XLA = Backend("xla", "xla", paged_attention_xla, linear_xla)
+XLA_TPU = replace(XLA, pool_lanes=128)
 
 
 def choose(attention: str = "auto", linear: str = "auto") -> Backend:
@@ -44,7 +46,7 @@ def choose(attention: str = "auto", linear: str = "auto") -> Backend:
         if value == "native" and not usable:
             raise ConfigError(f"{flag}=native can't run here: {reason}; use auto or xla")
     if not usable:
-        return XLA
+        return XLA_TPU if jax.default_backend() == "tpu" else XLA
     from jaxserve import native
 
     native_attention, native_linear = attention != "xla", linear != "xla"
@@ -68,9 +70,11 @@ def _native_attention(
     *,
     page_size: int,
     scale: float,
+    num_kv_heads: int | None = None,
 ) -> jax.Array:
     from jaxserve import native
 
+    assert num_kv_heads in (None, k_pool.shape[2]), "the native kernels read pools of [K, D]"
     return native.paged_attention(
         q, k_pool, v_pool, page_table, context_lens, query_lens, layer,
         page_size=page_size, scale=scale, window=window,

@@ -58,7 +58,7 @@ class ModelRunner:
         self._leaves = order_params(decoder, params)
         name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
         executables = Executables(cache, name)
-        kv, state = kv_shapes(model, config, dtype), state_shapes(config)
+        kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
         self._steps = compile_steps(decoder, self._leaves, kv, state, config, backend, executables, progress)
         self._kv: Any = zeros(kv)
         self._state: Any = zeros(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jaxserve.engine.config import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, KVCache
+from jaxserve.ops.paging import token_shape
 from jaxserve.ops.sampling import SamplingState
 from jaxserve.types import SamplingParams
 
@@ -27,15 +29,18 @@ class SlotState(NamedTuple):
     params: jax.Array  # [S + 1, NUM_PARAMS] int32
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype: DType) -> int:
-    """Bytes of keys and values of one position in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
+def kv_bytes_per_token(model: ModelConfig, dtype: DType, lanes: int | None = None) -> int:
+    """Bytes of keys and values of one position in all layers; `lanes` is the backend's `pool_lanes`."""
+    values = math.prod(token_shape(model.num_kv_heads, model.head_dim, lanes))
+    return 2 * model.num_layers * values * jnp.dtype(dtype).itemsize
 
 
-def kv_shapes(model: ModelConfig, config: EngineConfig, dtype: DType) -> KVCache:
-    """The pool as ShapeDtypeStructs."""
+def kv_shapes(
+    model: ModelConfig, config: EngineConfig, dtype: DType, lanes: int | None = None
+) -> KVCache:
+    """The pool as ShapeDtypeStructs; `lanes` is the backend's `pool_lanes`."""
     positions = config.num_pages * config.page_size
-    shape = (model.num_layers, positions, model.num_kv_heads, model.head_dim)
+    shape = (model.num_layers, positions, *token_shape(model.num_kv_heads, model.head_dim, lanes))
     return KVCache(*(jax.ShapeDtypeStruct(shape, dtype),) * 2)  # type: ignore[arg-type]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxserve.ops.paging import read_kv
+
 BLOCK_TOKENS = 128  # keys handled per round of the loop: enough for a full dot, little waste at the end
 
 
 def paged_attention_xla(
     q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
-    k_pool: jax.Array,  # [L, pages * page_size, K, D]
-    v_pool: jax.Array,  # [L, pages * page_size, K, D]
+    k_pool: jax.Array,  # [L, pages * page_size, K, D] or [L, pages * page_size, W]
+    v_pool: jax.Array,  # the same
     layer: jax.Array,  # [] int32 which layer's pages to read
     window: jax.Array,  # [] int32 a query at position p sees keys in (p - window, p]
     page_table: jax.Array,  # [B, P] entries past the context are ignored
@@ -20,6 +22,7 @@ def paged_attention_xla(
     *,
     page_size: int,
     scale: float,
+    num_kv_heads: int | None = None,  # where the pool's shape doesn't say
 ) -> jax.Array:  # [B, Q, N, D]
     """Causal attention over a paged cache, by blocks of keys with an online softmax in float32.
 
@@ -29,7 +32,7 @@ def paged_attention_xla(
     Sources: Kwon et al. 2023, arXiv:2309.06180 (paging); Milakov & Gimelshein 2018, arXiv:1805.02867.
     """
     B, Q, N, D = q.shape
-    K = k_pool.shape[2]
+    K = k_pool.shape[2] if num_kv_heads is None else num_kv_heads
     G = N // K
     num_columns = page_table.shape[1]
     block_pages = max(1, min(BLOCK_TOKENS // page_size, num_columns))
@@ -51,7 +54,8 @@ def paged_attention_xla(
         key_positions = i * block + jnp.arange(block)
         readable = key_positions < context_lens[:, None]  # [B, T]
         index = jnp.where(readable, index, 0)
-        k, v = k_pool[layer, index], v_pool[layer, index]  # [B, T, K, D]
+        k = read_kv(k_pool, layer, index, num_kv_heads=K, head_dim=D)  # [B, T, K, D]
+        v = read_kv(v_pool, layer, index, num_kv_heads=K, head_dim=D)
         v = jnp.where(readable[:, :, None, None], v, 0)  # the trash page may hold anything, NaN included
         scores = scale * jnp.einsum("bkqd,btkd->bkqt", queries, k, preferred_element_type=jnp.float32)
         seen = key_positions <= positions[:, :, None]  # [B, Q, T]
