@@ -33,7 +33,7 @@ class KVPages:
         self._reserves = config.admission == "reserve"
         self.prefix = PrefixCache()
         self.pool = PageAllocator(config.num_pages, self.prefix.forget)
-        self._num_reserved = 0  # pages that those with a slot may come to hold
+        self.num_reserved = 0  # pages that those with a slot may come to hold
         self.num_queried_tokens = 0  # of prompts that began
         self.num_hit_tokens = 0
 
@@ -50,12 +50,12 @@ class KVPages:
 
     def can_reserve(self, seq: Sequence) -> bool:
         """Whether all pages that the sequence may come to hold can be held back by count."""
-        return self._num_reserved + seq.most_pages <= self.pool.num_total
+        return self.num_reserved + seq.most_pages <= self.pool.num_total
 
     def begin(self, seq: Sequence) -> None:
         """The sequence has a slot and no page yet."""
         assert not seq.pages, f"{seq} holds pages before its first step"
-        self._num_reserved += seq.most_pages
+        self.num_reserved += seq.most_pages
         seq.register_at = NEVER
         if not seq.num_launched_outputs:
             seq.num_hit = 0
@@ -126,7 +126,7 @@ class KVPages:
             index, page = seq.remaps.pop(0)
             self.pool.free((seq.pages[index],))
             seq.pages[index] = page
-            self._num_reserved -= 1
+            self.num_reserved -= 1
         if seq.register_at <= seq.num_cached:
             self.register(seq)
 
@@ -144,11 +144,11 @@ class KVPages:
                 break
             if entry.page == own:
                 self.pool.keep(own)
-            elif self._reserves and self._num_reserved == self.pool.num_total:
+            elif self._reserves and self.num_reserved == self.pool.num_total:
                 chain.close()  # holding two pages for one, if only for a while, could take another's last
                 break
             else:
-                self._num_reserved += 1
+                self.num_reserved += 1
                 self.pool.share(entry.page)
                 seq.remaps.append((index, entry.page))
             seq.register_at += self._page_size
@@ -161,7 +161,7 @@ class KVPages:
 
     def release(self, seq: Sequence) -> None:
         """Give all pages back, the last one first: so the cache never keeps a page without those before."""
-        self._num_reserved -= seq.most_pages + len(seq.remaps)
+        self.num_reserved -= seq.most_pages + len(seq.remaps)
         self.pool.free(seq.pages[index] for index, _ in seq.remaps)
         self.pool.free(reversed(_with_remaps(seq)))
         seq.pages, seq.remaps, seq.chain = [], [], None
@@ -173,8 +173,8 @@ class KVPages:
         holders = list(holders)
         self.pool.check([*(seq.pages for seq in holders), [p for seq in holders for _, p in seq.remaps]])
         self.prefix.check()
-        assert self._num_reserved == sum(seq.most_pages + len(seq.remaps) for seq in holders)
-        assert not self._reserves or self._num_reserved <= self.pool.num_total
+        assert self.num_reserved == sum(seq.most_pages + len(seq.remaps) for seq in holders)
+        assert not self._reserves or self.num_reserved <= self.pool.num_total
         registered = {entry.page for entry in self.prefix.entries()}
         assert registered == self.pool.kept, "the cache and the pool disagree on what is kept"
         for seq in holders:

@@ -1,0 +1,142 @@
+"""The engine under random lives, and the same lives on engines that are broken on purpose."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.stateful import run_state_machine_as_test
+
+from jaxserve.engine import prefix
+from jaxserve.engine.kv_pages import KVPages
+from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import SequenceState
+from tests.engine.machine import EngineMachine
+
+LIVES = settings(
+    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+# Enough to meet every planted bug, and always the same.
+HUNT = settings(LIVES, max_examples=300, derandomize=True, database=None, phases=[Phase.generate])
+
+
+def test_whatever_happens_answers_are_as_if_alone_and_no_page_is_lost():
+    turns = 0
+
+    class Counting(EngineMachine):
+        def teardown(self):
+            nonlocal turns
+            super().teardown()
+            turns += len(self.served.runner.plans)
+
+    run_state_machine_as_test(Counting, settings=LIVES)
+    assert turns > 2000
+
+
+def free_shared_page(monkeypatch):
+    """A page is given away when the first of its holders has done with it."""
+
+    def free(self, pages):
+        for page in pages:
+            if self._refs[page]:
+                self._refs[page] = 0
+                (self._cached.__setitem__(page, None) if page in self._kept else self._free.append(page))
+
+    monkeypatch.setattr(PageAllocator, "free", free)
+
+
+def skip_token_comparison(monkeypatch):
+    """The hash is believed."""
+    weaken_hash(monkeypatch)
+    monkeypatch.setattr(prefix, "same_page", lambda entry, parent, salt, tokens: True)
+
+
+def weaken_hash(monkeypatch):
+    real = prefix.page_key
+    monkeypatch.setattr(prefix, "page_key", lambda before, tokens: real(before, tokens) % 16)
+
+
+def register_one_token_early(monkeypatch):
+    """A page is shared before its last position is written."""
+    take_for = KVPages.take_for
+
+    def early(self, seq, row):
+        take_for(self, seq, row)
+        if seq.chain is not None and seq.register_at == seq.num_cached + 1 <= seq.num_prompt:
+            seq.num_cached += 1
+            self.register(seq)
+            seq.num_cached -= 1
+
+    monkeypatch.setattr(KVPages, "take_for", early)
+
+
+def forget_an_abort_of_the_preempted(monkeypatch):
+    """One that is aborted while it is preempted stays in line."""
+    finish = Scheduler.finish
+
+    def forgetful(self, seq):
+        if seq.state is SequenceState.PREEMPTED:
+            seq.state = SequenceState.FINISHED
+        else:
+            finish(self, seq)
+
+    monkeypatch.setattr(Scheduler, "finish", forgetful)
+
+
+def evict_page_in_use(monkeypatch):
+    """The cache gives up what it has had longest, used or not."""
+
+    def used(self):
+        return [page for page in self._kept if self._refs[page]]
+
+    def evict(self):
+        page = next(chain(used(self), self._cached))
+        self._cached.pop(page, None)
+        self._kept.discard(page)
+        self._evicted(page)
+        return page
+
+    monkeypatch.setattr(PageAllocator, "preview", lambda self: chain(self._free, used(self), self._cached))
+    monkeypatch.setattr(PageAllocator, "_evict", evict)
+
+
+def free_duplicates_at_once(monkeypatch):
+    """The duplicate of a page goes before the device is told of the other one."""
+    register = KVPages.register
+
+    def hasty(self, seq):
+        register(self, seq)
+        for index, page in seq.remaps:
+            self.pool.free((seq.pages[index],))
+            seq.pages[index] = page
+            self.num_reserved -= 1
+        seq.remaps = []
+
+    monkeypatch.setattr(KVPages, "register", hasty)
+
+
+BUGS = [
+    free_shared_page, skip_token_comparison, register_one_token_early, forget_an_abort_of_the_preempted,
+    evict_page_in_use, free_duplicates_at_once,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_planted_bug_is_caught(bug, checks, monkeypatch, caplog):
+    """By the invariants at the next turn, and, without them, by what the device sees or answers."""
+    if not checks:
+        monkeypatch.setattr(Scheduler, "check", lambda self: None)
+    caplog.set_level("CRITICAL")
+    bug(monkeypatch)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever gives it away
+        run_state_machine_as_test(EngineMachine, settings=HUNT)
+    assert not isinstance(caught.value, HypothesisException), caught.value
+
+
+def test_a_weak_hash_alone_changes_nothing(monkeypatch):
+    weaken_hash(monkeypatch)
+    run_state_machine_as_test(EngineMachine, settings=settings(LIVES, max_examples=30))
