@@ -55,6 +55,10 @@ class UnavailableError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class EngineDiedError(JaxserveError):
+    """The engine could not go on, so neither can the server; a supervisor should start it again."""
+
+
 class ConfigError(JaxserveError):
     """A flag or configuration key that is unknown, contradictory or can't be met."""
 

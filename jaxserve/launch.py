@@ -43,6 +43,7 @@ class LaunchOptions:
     kv_cache_memory: int | None = None  # bytes
     max_queued_tokens: int = EngineConfig.max_queued_tokens
     queue_timeout: float | None = EngineConfig.queue_timeout_s
+    step_timeout: float = EngineConfig.step_timeout_s
     scheduling_policy: Literal["fcfs", "priority"] = EngineConfig.scheduling_policy
     admission: Literal["optimistic", "reserve"] = EngineConfig.admission
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
@@ -106,6 +107,7 @@ def load_engine(
         max_prefill_tokens=options.max_num_batched_tokens,
         max_queued_tokens=options.max_queued_tokens,
         queue_timeout_s=options.queue_timeout,
+        step_timeout_s=options.step_timeout,
         scheduling_policy=options.scheduling_policy,
         admission=options.admission,
         enable_prefix_caching=options.enable_prefix_caching,
@@ -133,9 +135,6 @@ def compile_cache_folder(folder: Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"compile_cache={folder}: {error.strerror}; name a folder to write to") from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
 
 

@@ -249,6 +249,12 @@ class _EngineCollector(Collector):
         for kind, count in stats.num_steps.items():
             steps.add_metric([self._model_name, kind], count)
         yield steps
+        yield self._counter(
+            "slow_steps", "Steps that took longer than the limit (--step-timeout).", stats.num_slow_steps
+        )
+        yield self._counter(
+            "invariant_violations", "Times that an idle engine missed slots or pages.", stats.num_faults
+        )
         if self._compilations is not None:
             yield self._gauge(
                 "compilations_after_warmup",

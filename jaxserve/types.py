@@ -94,6 +94,8 @@ class EngineStats:
     num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache, in all
     num_hit_tokens: int = 0  # those of them that were found
     num_steps: dict[str, int] = field(default_factory=dict)  # by kind: "prefill", "decode"
+    num_slow_steps: int = 0  # turns that took longer than step_timeout_s, in all
+    num_faults: int = 0  # times that slots or pages were missing when nobody was left
     host_time_s: float = 0.0  # engine thread busy outside of waiting for the device
     device_wait_s: float = 0.0  # engine thread blocked in fetch
     state: Literal["starting", "ready", "draining", "dead"] = "ready"

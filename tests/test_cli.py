@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -366,7 +367,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         f"--dtype float32 --attention-backend xla --linear-backend native --chat-template {tmp_path}/t "
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
         "--no-enable-prefix-caching --admission reserve "
-        "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority"
+        "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority --step-timeout 9"
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
@@ -375,7 +376,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         "kv_cache_memory": 2**31, "attention_backend": "xla", "linear_backend": "native",
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,
         "admission": "reserve", "max_queued_tokens": 900, "queue_timeout": 2.5,
-        "scheduling_policy": "priority",
+        "scheduling_policy": "priority", "step_timeout": 9,
     }  # fmt: skip
     options = fake_launch.server_options
     assert (options.host, options.port, options.shutdown_timeout_s) == ("0.0.0.0", 0, 7)
@@ -440,6 +441,27 @@ def test_serve_says_in_one_line_where_it_is_with_a_curl_that_works_and_stops_on_
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err
+
+
+def test_serve_exits_with_an_error_by_itself_when_the_device_fails():
+    program = SERVE.format(root=str(ROOT), port="0").replace(
+        "PacedRunner(CONFIG)", "types.SimpleNamespace(launch=lambda plan: 1 / 0)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().partition(" at ")[2].partition(";")[0]
+    request = urllib.request.Request(
+        f"{url}/v1/completions", b'{"prompt": "x"}', {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.code == 500
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 1
+    last = err.strip().splitlines()[-1]
+    assert last == "error: the engine has failed: ZeroDivisionError: division by zero; start the server again"
 
 
 def test_a_port_in_use_is_one_line_and_comes_before_the_model_is_loaded(remote):

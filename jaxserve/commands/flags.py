@@ -131,6 +131,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         help="keep the pages of prompts and answers for prompts that begin alike (default: on)",
     )
     device = parser.add_argument_group("device")
+    device.add_argument(
+        "--step-timeout", type=positive_seconds, default=EngineConfig.step_timeout_s, metavar="SECONDS",
+        help="a step that takes longer is logged and counted",
+    )
     for name, what in (("attention", "paged attention"), ("linear", "dense layers")):
         device.add_argument(
             f"--{name}-backend", choices=("auto", "native", "xla"), default="auto",
@@ -156,6 +160,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         kv_cache_memory=args.kv_cache_memory,
         max_queued_tokens=args.max_queued_tokens,
         queue_timeout=args.queue_timeout,
+        step_timeout=args.step_timeout,
         scheduling_policy=args.scheduling_policy,
         admission=args.admission,
         enable_prefix_caching=args.enable_prefix_caching,

@@ -22,10 +22,12 @@ from jaxserve.commands.flags import (
     size,
 )
 from jaxserve.engine.config import EngineConfig
+from jaxserve.errors import EngineDiedError
 
 if TYPE_CHECKING:
     from jaxserve.server.served import ServedModel
 
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -108,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
     except StoppedWhileLoading as stopped:
         print(f"\n{stopped}", file=sys.stderr, flush=True)
         os._exit(EXIT_INTERRUPTED)  # the loading thread is inside of the compiler and can't be joined
+    except EngineDiedError as died:
+        print(f"error: {died}", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)  # tearing down a device that has failed may hang
     return 0
 
 

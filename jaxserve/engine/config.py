@@ -27,6 +27,7 @@ class EngineConfig:
     max_num_queued: int = 1024  # requests that may wait for a slot or for pages
     max_queued_tokens: int = 1 << 20  # of the prompts of those requests
     queue_timeout_s: float | None = None  # how long a request may wait for its slot; None: for ever
+    step_timeout_s: float = 60.0  # a turn that takes longer is logged and counted
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     admission: Literal["optimistic", "reserve"] = "optimistic"  # see engine/admission.py
     max_prefill_tokens: int = 512  # B * Q of a prefill step, padding included
@@ -45,6 +46,7 @@ class EngineConfig:
                 _require_int(item.name, getattr(self, item.name), lowest)
         _require_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _require_one_of("admission", self.admission, ("optimistic", "reserve"))
+        _require_seconds("step_timeout_s", self.step_timeout_s)
         if self.queue_timeout_s is not None:
             _require_seconds("queue_timeout_s", self.queue_timeout_s)
         self._check_prefix_caching()

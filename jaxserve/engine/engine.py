@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.config import EngineConfig
@@ -18,6 +18,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.throughput import Throughput
 from jaxserve.engine.validation import check_request
+from jaxserve.engine.watchdog import Watchdog
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline
 
@@ -64,6 +65,8 @@ class Engine:
         self._vocab_size = vocab_size
         self._intake = Intake(config)
         self._thread: threading.Thread | None = None
+        self._turn_began_s: float | None = None  # None between turns
+        self._watchdog = Watchdog(config.step_timeout_s, lambda: self._turn_began_s)
         # From here on owned by the engine thread.
         self._scheduler = Scheduler(config)
         self._live: dict[str, _Live] = {}
@@ -74,6 +77,7 @@ class Engine:
         self._events: list[Event] = []  # of this turn
         self._ended_ids: list[str] = []  # of this turn
         self._num_aborted_by_drain = 0
+        self._num_faults = 0
         self._num_steps = {"prefill": 0, "decode": 0}
         self._busy_s = 0.0  # in turns that have ended
         self._began_s = 0.0  # of this turn
@@ -95,7 +99,7 @@ class Engine:
         self._intake.abort(request_id)
 
     def stats(self) -> EngineStats:
-        return self._intake.stats()
+        return replace(self._intake.stats(), num_slow_steps=self._watchdog.num_slow)
 
     def start(self, *, in_thread: bool = True) -> None:
         """Begin to take requests. Without a thread of its own, the caller calls `turn` again and again."""
@@ -103,6 +107,7 @@ class Engine:
         if in_thread:
             self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
             self._thread.start()
+            self._watchdog.start()
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, wait for those at hand, and abort the ones left after `timeout_s`.
@@ -124,6 +129,7 @@ class Engine:
         """
         ended_well = self.drain(timeout_s)
         self._intake.stop()
+        self._watchdog.stop()
         if self._thread is not None:
             self._thread.join(GRACE_S if self._intake.wait_settled(0) else 0)
             ended_well = ended_well and not self._thread.is_alive()
@@ -141,12 +147,13 @@ class Engine:
         """One round of the loop. Returns whether there was anything to do."""
         if self._intake.is_dead or not (self._has_work() or self._intake.has_commands):
             return False
-        self._began_s = time.monotonic()
+        self._began_s = self._turn_began_s = time.monotonic()
         try:
             self._advance(self._began_s)
         except Exception as error:
             logger.exception("the engine can't go on")
             self._die(error)
+        self._turn_began_s = None
         took_s = time.monotonic() - self._began_s
         self._busy_s += took_s
         self._throughput.add(self._num_tokens, took_s)
@@ -185,6 +192,8 @@ class Engine:
             if self._intake.is_dead:
                 return  # stop() gave this thread up and has told everybody
             self._answer(self._scheduler.apply(results, now), now)
+            if not self._has_work():
+                self._look_for_faults()
             self._publish()
         else:
             assert plan is not None or not self._live, "live requests, but nothing to launch or to read"
@@ -295,6 +304,7 @@ class Engine:
             num_queried_tokens=self._scheduler.num_queried_tokens,
             num_hit_tokens=self._scheduler.num_hit_tokens,
             num_steps=self._num_steps.copy(),
+            num_faults=self._num_faults,
             host_time_s=self._busy_s + time.monotonic() - self._began_s - self._device_wait_s,
             device_wait_s=self._device_wait_s,
         )
@@ -302,6 +312,12 @@ class Engine:
         num_vacant = 0 if num_waiting else self._scheduler.num_free_slots
         self._intake.publish(stats, num_vacant, self._ended_ids)
         self._ended_ids.clear()
+
+    def _look_for_faults(self) -> None:
+        """Nobody is left: say so if anything is still held. That costs capacity, not answers, so go on."""
+        if (fault := self._scheduler.idle_fault()) is not None:
+            self._num_faults += 1
+            logger.error("the engine is idle, but %s; please report it, and restart when it suits", fault)
 
     def _die(self, cause: BaseException) -> None:
         """End every request with an error, and the engine."""

@@ -224,6 +224,19 @@ class Scheduler:
         """Note the length of an answer that ended by itself: admission counts on the next being like it."""
         self._admission.observe(num_outputs)
 
+    def idle_fault(self) -> str | None:
+        """What should not be when nothing runs, waits or is in flight; None if all is well. Costs little."""
+        num_total = self._kv.pool.num_total
+        if self.has_work or self._in_flight:
+            return "nobody is left, but the scheduler has work"
+        if len(self._free_slots) != self._config.max_num_seqs:
+            return f"only {len(self._free_slots)} of {self._config.max_num_seqs} slots are free"
+        if self._kv.pool.num_free != num_total:
+            return f"only {self._kv.pool.num_free} of {num_total} pages are free"
+        if self._ending or self._kv.num_reserved or self._waiting.num_tokens:
+            return f"{self._kv.num_reserved} pages are held back for nobody"
+        return None
+
     def check(self) -> None:
         """Assert the invariants between turns: no page is lost, no slot is without a sequence."""
         live = [seq for seq in self._slots if seq is not None]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.errors import ConfigError, EngineDiedError, JaxserveError
 from jaxserve.metrics import DEFAULT_PREFIX, Metrics, check_prefix
 from jaxserve.server.app import make_app
 from jaxserve.server.bridge import EngineClient
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[Event]], None]
 WATCH_INTERVAL_S = 0.5  # between looks at whether the engine lives
+DEATH_NOTICE_S = 1.0  # that /health says so before the server closes
 FAREWELL_S = 2.0  # for clients to take the last chunks
 ENGINE_GRACE_S = 15.0  # beyond the timeout, for an engine that is held up by its device
 
@@ -69,7 +70,7 @@ class Server:
         # handler_cancellation: a client that leaves cancels its handler, which aborts its requests.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=FAREWELL_S)
         self._listener: asyncio.Server | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[str | None] | None = None
 
     @property
     def deliver(self) -> Deliver:
@@ -144,7 +145,12 @@ class Server:
         await self._runner.cleanup()
         self._state.parsers.shutdown(wait=False, cancel_futures=True)
 
-    async def _watch_engine(self, engine: EngineClient) -> None:
+    async def engine_death(self) -> str | None:
+        """Wait until the engine is dead and its clients are told; returns why it died."""
+        assert self._watch is not None, "nothing is attached"
+        return await asyncio.shield(self._watch)
+
+    async def _watch_engine(self, engine: EngineClient) -> str | None:
         """Nobody may wait for an engine that is dead, even if it could not say so itself."""
         while (stats := engine.stats()).state != "dead":
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -152,6 +158,7 @@ class Server:
         self._state.die()
         await asyncio.sleep(WATCH_INTERVAL_S)  # its own last events may be under way
         self._state.bridge.fail_all("error", "the engine is dead")
+        return stats.reason
 
 
 async def serve(
@@ -164,7 +171,8 @@ async def serve(
     """Listen, run `load` in a thread, serve until SIGINT or SIGTERM, drain and return.
 
     A second signal ends the process at once. Raises what `load` raises, ConfigError when the address
-    can't be had, StoppedWhileLoading when a signal comes before the model is ready.
+    can't be had, StoppedWhileLoading when a signal comes before the model is ready, and EngineDiedError
+    when the engine dies: its clients are told, /health says so for a moment, then the server closes.
     """
     server = Server(options)
     stop = asyncio.Event()
@@ -181,7 +189,12 @@ async def serve(
         loaded = loading.result()
         server.attach(loaded)
         on_ready(server.url, loaded.model)
-        await stopping
+        dying = loop.create_task(server.engine_death())
+        await asyncio.wait((stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            await asyncio.sleep(DEATH_NOTICE_S)
+            raise EngineDiedError(f"the engine has failed: {dying.result()}; start the server again")
+        dying.cancel()
         on_draining(server.num_open)
         await server.drain()
     finally:

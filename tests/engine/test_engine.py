@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -93,7 +94,7 @@ def engine(inbox: Inbox, runner: SteeredRunner) -> Iterator[Engine]:
     runner.gate.set()
     inbox.gate.set()
     engine.stop()
-    assert "jaxserve-engine" not in [thread.name for thread in threading.enumerate()]
+    assert not {"jaxserve-engine", "jaxserve-watchdog"} & {thread.name for thread in threading.enumerate()}
 
 
 def request(name: str, num_prompt: int = 5, max_tokens: int = 10, **params) -> Request:
@@ -394,3 +395,49 @@ def test_an_idle_engine_sleeps(engine, inbox):
     assert turns == []
     engine.submit(request("b"))
     assert inbox.last("b").finish_reason == "length"
+
+
+def test_a_step_that_takes_far_too_long_is_logged_and_counted_once_and_goes_on(inbox, runner, caplog):
+    config = replace(CONFIG, step_timeout_s=0.05)
+    engine = Engine(config, runner, TOKENIZER, deliver=inbox.deliver)
+    engine.start()
+    engine.submit(request("quick"))
+    inbox.last("quick")
+    time.sleep(0.2)  # idle is not slow
+    assert engine.stats().num_slow_steps == 0
+    runner.gate.clear()
+    engine.submit(request("slow"))
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not engine.stats().num_slow_steps and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    runner.gate.set()
+    assert inbox.last("slow").finish_reason == "length"
+    assert engine.stats().num_slow_steps == 1
+    assert engine.stats().state == "ready"
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "the limit is 0.05 s (--step-timeout)" in caplog.text
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda scheduler: scheduler._kv.pool.take(1), "only 99 of 100 pages are free"),
+        (lambda scheduler: scheduler._free_slots.pop(0), "only 3 of 4 slots are free"),
+        (lambda scheduler: setattr(scheduler._kv, "num_reserved", 2), "2 pages are held back for nobody"),
+    ],
+)
+def test_an_idle_engine_that_misses_something_says_so_and_goes_on(inbox, runner, caplog, damage, text):
+    engine = Engine(CONFIG, runner, TOKENIZER, deliver=inbox.deliver)
+    engine.start(in_thread=False)
+    for name in ("a", "b", "c"):
+        engine.submit(request(name, seed=len(name)))
+        while engine.turn():
+            pass
+        assert inbox.last(name).finish_reason == "length"
+        if name == "a":
+            assert engine.stats().num_faults == 0
+            damage(engine._scheduler)
+    assert engine.stats().num_faults == 2
+    assert text in caplog.text

@@ -154,6 +154,9 @@ PROGRAM = textwrap.dedent(
         time.sleep({load_s})
         model, runner = served_model(), PacedRunner(CONFIG)
         runner.step_s = 0.05
+        if {breaks_after_s}:
+            import threading
+            threading.Timer({breaks_after_s}, setattr, (runner, "breaks", True)).start()
         engine = Engine(CONFIG, runner, model.tokenizer, deliver=deliver)
         engine.start()
         return Loaded(model, engine)
@@ -173,9 +176,13 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def start(timeout_s: float = 5.0, load_s: float = 0.0) -> tuple[subprocess.Popen[str], str]:
+def start(
+    timeout_s: float = 5.0, load_s: float = 0.0, breaks_after_s: float = 0.0
+) -> tuple[subprocess.Popen[str], str]:
     """A server in a process of its own, and what it said last: its URL once it is ready."""
-    program = PROGRAM.format(root=str(ROOT), timeout_s=timeout_s, load_s=load_s)
+    program = PROGRAM.format(
+        root=str(ROOT), timeout_s=timeout_s, load_s=load_s, breaks_after_s=breaks_after_s
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -219,3 +226,29 @@ def test_a_signal_while_the_model_loads_does_not_wait_for_it():
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=5)
     assert (process.returncode, out) == (7, "stopped while the model was loading\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_tells_its_clients_flips_health_and_ends_the_process(stream):
+    process, url = start(breaks_after_s=0.7)
+    port = int(url.rpartition(":")[2])
+    began_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        body = {"prompt": "x", "max_tokens": 200, "stream": stream}
+        connection.sendall(raw_post("/v1/completions", body, headers="Connection: close\r\n"))
+        answer = read_all(connection)
+    if stream:
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"server_error" in answer
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        assert answer.startswith(b"HTTP/1.1 500")
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 503")
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 7
+    assert "the device is on fire" in out
+    assert "start the server again" in out
+    assert "the engine is dead" in err
+    assert time.monotonic() - began_s < 8

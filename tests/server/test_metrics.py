@@ -13,7 +13,8 @@ NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
     "prompt_tokens_cached_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
     "kv_cache_cached_perc", "num_queued_tokens", "tokens_per_second",
-    "num_preemptions_total", "num_requests_waiting_by_reason",
+    "slow_steps_total", "invariant_violations_total", "num_preemptions_total",
+    "num_requests_waiting_by_reason",
     "generation_tokens_total", "request_success_total", "admission_rejections_total",
     "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
@@ -144,6 +145,7 @@ def test_a_request_that_was_cut_off_is_counted_but_tells_no_latency():
 def test_the_figures_of_the_engine_are_one_snapshot_at_the_scrape():
     stats = EngineStats(
         num_running=2, num_waiting=3, wait_reason="pages", num_preemptions=6,
+        num_slow_steps=8, num_faults=9,
         num_pages_total=8, num_pages_used=2,
         num_steps={"prefill": 4, "decode": 5}, host_time_s=1.5, device_wait_s=2.5,
     )  # fmt: skip
@@ -153,6 +155,8 @@ def test_the_figures_of_the_engine_are_one_snapshot_at_the_scrape():
     assert sample(made, "num_requests_waiting_by_reason", reason="pages") == 3
     assert sample(made, "num_requests_waiting_by_reason", reason="slots") == 0
     assert sample(made, "num_preemptions_total") == 6
+    assert sample(made, "slow_steps_total") == 8
+    assert sample(made, "invariant_violations_total") == 9
     assert sample(made, "kv_cache_usage_perc") == 0.25
     assert sample(made, "engine_steps_total", kind="decode") == 5
     assert sample(made, "engine_host_time_seconds_total") == 1.5
