@@ -25,9 +25,9 @@ import numpy as np
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.plan import Plan, Row, Step
 from jaxserve.launch import compile_cache_folder
-from jaxserve.models.decoder import NO_WINDOW
+from jaxserve.models.decoder import NO_WINDOW, abstract_decoder
 from jaxserve.ops.backend import choose
-from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.runner import ModelRunner, param_names
 from jaxserve.runtime.state import kv_bytes_per_token
 from jaxserve.types import SamplingParams
 from jaxserve.weights.model_files import open_model
@@ -63,6 +63,7 @@ def main() -> None:
     runner = ModelRunner(
         model, params, config, backend, dtype=args.dtype, cache=compile_cache_folder(None)
     )
+    params = dict(zip(param_names(abstract_decoder(model, args.dtype)), runner._leaves))
     bandwidth = read_bandwidth()
     weight_bytes = sum(x.nbytes for x in params.values())
     print(

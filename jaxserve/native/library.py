@@ -17,6 +17,8 @@ from jax import ffi
 
 PATH = Path(__file__).parent / "_kernels.so"
 LINEAR = "jaxserve_linear"
+LINEAR_PACKED = "jaxserve_linear_packed"
+PACK = "jaxserve_pack"
 PAGED_ATTENTION = "jaxserve_paged_attention"
 
 
@@ -37,7 +39,10 @@ class Library:
         return self._dll.jaxserve_isa().decode()
 
     def use_isa(self, name: str) -> None:
-        """Switches the whole process to the kernels for another instruction set, to compare them."""
+        """Switches the whole process to the kernels for another instruction set, to compare them.
+
+        Weights packed before can't be used any more: each instruction set has an order of its own.
+        """
         if not self._dll.jaxserve_use_isa(name.encode()):
             raise NativeUnavailable(f"this CPU or build has no kernels for {name!r}")
 
@@ -59,7 +64,7 @@ def load() -> Library:
         jax.local_devices(backend="cpu")
     except RuntimeError as error:
         raise NativeUnavailable(f"JAX has no CPU backend: {error}") from error
-    for name in (LINEAR, PAGED_ATTENTION):
+    for name in (LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION):
         try:
             ffi.register_ffi_target(name, ffi.pycapsule(getattr(dll, name)), platform="cpu")
         except Exception as error:  # jaxlib's own error types differ between versions

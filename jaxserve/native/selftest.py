@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.native.ops import linear, paged_attention
+from jaxserve.native.ops import linear, linear_packed, pack, paged_attention
 
 TOLERANCE = 1e-4  # float32 sums, relative to the largest value
 
@@ -30,6 +30,9 @@ def self_test() -> None:
                 case = f"linear with {rows} rows of {jnp.dtype(dtype).name}"
                 _compare(case, got, _float64(x) @ _float64(w).T)
                 _compare(f"{case}, second layer", stacked, _float64(got))
+                w = jnp.asarray(rng.standard_normal((2, 48, 80)), dtype)
+                packed = linear_packed(x[:, :80], pack(w), jnp.int32(1), out_dtype=jnp.float32)
+                _compare(f"packed {case}", packed, _float64(x[:, :80]) @ _float64(w[1]).T)
         for window, soft_cap in ((None, None), (40, 20.0)):
             _check_attention(rng, window, soft_cap)
 

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
+from jax.typing import DTypeLike
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.attention.reference import paged_attention_xla
 from jaxserve.ops.linear import linear_xla
 
 CHOICES = ("auto", "native", "xla")
+
+
+def _as_it_is(name: str, weight: jax.Array) -> jax.Array:
+    return weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,8 @@ class Backend:
     linear_name: str
     attention: Callable[..., jax.Array]  # paged_attention_xla's signature
     linear: Callable[..., jax.Array]  # linear_xla's signature
+    # (parameter's name, weight) -> what `linear` reads in its place: same shape and dtype, other content
+    prepare: Callable[[str, jax.Array], jax.Array] = _as_it_is
     pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
 
 
@@ -54,8 +61,33 @@ def choose(attention: str = "auto", linear: str = "auto") -> Backend:
         "native" if native_attention else "xla",
         "native" if native_linear else "xla",
         _native_attention if native_attention else paged_attention_xla,
-        native.linear if native_linear else linear_xla,
+        _native_linear if native_linear else linear_xla,
+        prepare=_pack if native_linear else _as_it_is,
     )
+
+
+def _is_packed(weight: jax.Array) -> bool:
+    """Of the parameters that `linear` reads: whether this one is packed. The embedding never is, as its
+    rows are gathered."""
+    from jaxserve import native
+
+    return native.packable(weight.shape, weight.dtype)
+
+
+def _pack(name: str, weight: jax.Array) -> jax.Array:
+    from jaxserve import native
+
+    return native.pack(weight) if _is_packed(weight) else weight
+
+
+def _native_linear(
+    x: jax.Array, weight: jax.Array, layer: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
+) -> jax.Array:
+    from jaxserve import native
+
+    if layer is not None and _is_packed(weight):
+        return native.linear_packed(x, weight, layer, out_dtype=out_dtype)
+    return native.linear(x, weight, layer, out_dtype=out_dtype)
 
 
 def _native_attention(

@@ -39,7 +39,9 @@ class ModelRunner:
     `cache` is a folder in which compiled programs are kept for the next start.
 
     The constructor compiles all of `shapes(config)`; nothing is compiled afterwards, and a step of
-    another shape raises. Not thread-safe: the engine thread is its only user.
+    another shape raises. `params` are given up to it: it empties the dictionary, so that weights and
+    what the backend makes of them don't fill the memory twice. Not thread-safe: the engine thread is its
+    only user.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class ModelRunner:
     ):
         self.model, self.config, self.backend = model, config, backend
         decoder = abstract_decoder(model, dtype)
-        self._leaves = order_params(decoder, params)
+        self._leaves = prepare_params(decoder, params, backend)
         name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
         executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
@@ -105,6 +107,20 @@ def rows_of(batch: int) -> Rows:
     """Abstract rows of a sampler's input."""
     index = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return Rows(index, index, jax.ShapeDtypeStruct((batch,), jnp.bool_))  # type: ignore[arg-type]
+
+
+def param_names(decoder: Any) -> list[str]:
+    """The decoder's parameters, in the order of its leaves."""
+    return [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.split(decoder)[1])]
+
+
+def prepare_params(decoder: Any, params: dict[str, jax.Array], backend: Backend) -> list[jax.Array]:
+    """`order_params`, in the form that the backend reads. Empties `params` as it goes on."""
+    leaves = order_params(decoder, params)
+    for i, name in enumerate(param_names(decoder)):
+        del params[name]
+        leaves[i] = jax.block_until_ready(backend.prepare(name, leaves[i]))
+    return leaves
 
 
 def order_params(decoder: Any, params: dict[str, jax.Array]) -> list[jax.Array]:

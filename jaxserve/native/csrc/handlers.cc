@@ -52,8 +52,11 @@ const void* layer_of(const ffi::AnyBuffer& stacked, int32_t layer, int64_t eleme
   return static_cast<const char*>(stacked.untyped_data()) + layer * bytes;
 }
 
-ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
-                  ffi::Result<ffi::AnyBuffer> y) {
+// Whether a matrix [n, k] has the multiples that packing needs.
+bool packable(int64_t n, int64_t k) { return n % kernels().panel_rows == 0 && k % kernels().panel_group == 0; }
+
+ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                      ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
   if (xs.size() != 2 || ws.size() != 3 || ys.size() != 2 || xs[1] != ws[2] || ys[0] != xs[0] || ys[1] != ws[1] ||
       layer.element_count() != 1) {
@@ -66,6 +69,9 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   if (!is_float(x.element_type()) || !is_float(w.element_type()) || !is_float(y->element_type())) {
     return ffi::Error::InvalidArgument("jaxserve linear: dtypes must be float32 or bfloat16");
   }
+  if (packed && !packable(ws[1], ws[2])) {
+    return ffi::Error::InvalidArgument("jaxserve linear: a matrix of this shape can't be packed");
+  }
   LinearArgs args;
   args.m = xs[0];
   args.n = ws[1];
@@ -76,7 +82,34 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   args.x = x.untyped_data();
   args.w = layer_of(w, index, ws[1] * ws[2]);
   args.y = y->untyped_data();
-  return run_on(threads, [&](Pool& pool) { kernels().linear(args, pool); });
+  return run_on(threads, [&](Pool& pool) { (packed ? kernels().linear_packed : kernels().linear)(args, pool); });
+}
+
+ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                  ffi::Result<ffi::AnyBuffer> y) {
+  return run_linear(false, threads, x, w, layer, y);
+}
+
+ffi::Error linear_packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                         ffi::Result<ffi::AnyBuffer> y) {
+  return run_linear(true, threads, x, w, layer, y);
+}
+
+ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
+  const auto ws = w.dimensions();
+  if (ws.size() != 3 || !same(ws, out->dimensions()) || !packable(ws[1], ws[2])) {
+    return ffi::Error::InvalidArgument("jaxserve pack: w must be [L, N, K] of a shape that can be packed, out alike");
+  }
+  if (!is_float(w.element_type()) || out->element_type() != w.element_type()) {
+    return ffi::Error::InvalidArgument("jaxserve pack: dtypes must be float32 or bfloat16, and equal");
+  }
+  PackArgs args;
+  args.rows = ws[0] * ws[1];
+  args.k = ws[2];
+  args.dtype = dtype_of(w.element_type());
+  args.w = w.untyped_data();
+  args.out = out->untyped_data();
+  return run_on(threads, [&](Pool& pool) { kernels().pack(args, pool); });
 }
 
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
@@ -140,6 +173,17 @@ XLA_FFI_DEFINE_HANDLER(kLinear, jaxserve::linear,
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER(kLinearPacked, jaxserve::linear_packed,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER(kPack, jaxserve::pack,
+                       ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
 XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
@@ -157,6 +201,8 @@ XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
                            .Attr<float>("soft_cap"));
 
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear(XLA_FFI_CallFrame* frame) { return kLinear(frame); }
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear_packed(XLA_FFI_CallFrame* frame) { return kLinearPacked(frame); }
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_pack(XLA_FFI_CallFrame* frame) { return kPack(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_paged_attention(XLA_FFI_CallFrame* frame) { return kPagedAttention(frame); }
 // The version of the FFI headers that this library was built with.
 JAXSERVE_EXPORT int jaxserve_ffi_major() { return XLA_FFI_API_MAJOR; }

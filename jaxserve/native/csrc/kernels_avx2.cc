@@ -24,6 +24,7 @@ namespace {
 #include "vec_avx2.h"
 #include "tile.h"
 #include "linear_kernel.h"
+#include "packed_kernel.h"
 #include "attention_kernel.h"
 }  // namespace
 }  // namespace avx2
@@ -33,12 +34,12 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Kernels kAvx2Kernels = {"avx2", avx2_runs_here, avx2::linear, avx2::paged_attention};
+const Kernels kAvx2Kernels = {"avx2", avx2_runs_here, avx2::linear, avx2::kTileCols, avx2::kGroup, avx2::pack, avx2::linear_packed, avx2::paged_attention};
 }  // namespace jaxserve
 
 #else
 
 namespace jaxserve {
-const Kernels kAvx2Kernels = {"avx2", [] { return false; }, nullptr, nullptr};
+const Kernels kAvx2Kernels = {"avx2", [] { return false; }, nullptr, 0, 0, nullptr, nullptr, nullptr};
 }  // namespace jaxserve
 #endif

@@ -11,9 +11,10 @@ namespace {
 #include "vec_portable.h"
 #include "tile.h"
 #include "linear_kernel.h"
+#include "packed_kernel.h"
 #include "attention_kernel.h"
 }  // namespace
 }  // namespace portable
 
-const Kernels kPortableKernels = {"portable", [] { return true; }, portable::linear, portable::paged_attention};
+const Kernels kPortableKernels = {"portable", [] { return true; }, portable::linear, portable::kTileCols, portable::kGroup, portable::pack, portable::linear_packed, portable::paged_attention};
 }  // namespace jaxserve

@@ -13,6 +13,7 @@ constexpr int64_t kBlock = kBlockSteps * kLanes;   // elements of K
 constexpr int64_t kDotRows = 16;                   // up to here, `dot`
 constexpr int64_t kDotCols = 12;                   // channels that `dot` takes at once
 constexpr int64_t kPassRows = 504;                 // rows that `tile` takes at once: bounds the scratch memory
+constexpr int64_t kThreadedUnpack = 100000;        // elements of x from which threads share in unpacking it
 constexpr int64_t kChunkBytes = 128 << 10;         // of weights: what a thread takes at a time
 
 struct XTag {};
@@ -36,12 +37,14 @@ inline const W* padded_tail(const W* row, int64_t full, int64_t k, W tail[kGroup
 }
 
 inline void write_sums(const LinearArgs& args, int64_t row, int64_t col, int64_t cols, const float* sums) {
-  if (args.y_dtype == Dtype::kBfloat16) {
-    bf16* y = static_cast<bf16*>(args.y) + row * args.n + col;
-    for (int64_t c = 0; c < cols; ++c) from_float(sums[c], y + c);
-  } else {
+  if (args.y_dtype == Dtype::kFloat32) {
     std::memcpy(static_cast<float*>(args.y) + row * args.n + col, sums, cols * sizeof(float));
+    return;
   }
+  bf16* y = static_cast<bf16*>(args.y) + row * args.n + col;
+  int64_t c = 0;
+  for (; c + 2 * kLanes <= cols; c += 2 * kLanes) store_rounded(y + c, load(sums + c), load(sums + c + kLanes));
+  for (; c < cols; ++c) from_float(sums[c], y + c);
 }
 
 // ---- few rows ----
@@ -176,21 +179,52 @@ void linear_dot(const LinearArgs& args, Pool& pool) {
 
 // ---- many rows ----
 
-// x as float32, laid out [block of K][lane][row tile][step][row of the tile].
+// Rows [first, first + rows) of x, one row tile of m rows, as float32. All of them are laid out [block of K]
+// [lane][row tile][step][row of the tile].
 template <typename W, typename X>
 void unpack_for_tile(const X* x, int64_t m, int64_t k, int64_t first, int rows, float* out) {
   const int64_t padded = round_up(k, kGroup);
+  x += first * k;
   for (int64_t start = 0; start < padded; start += kBlock) {
     const int64_t length = padded - start < kBlock ? padded - start : kBlock, steps = length / kLanes;
-    float* block = out + m * start + first * steps;
-    for (int r = 0; r < rows; ++r) {
-      const X* row = x + (first + r) * k;
-      for (int64_t i = 0; i < length; ++i) {
-        const int o = i % kGroup;
-        const int64_t step = i / kGroup * 2 + pair_half<W>(o);
-        block[pair_lane<W>(o) * (m * steps) + step * rows + r] = start + i < k ? to_float(row[start + i]) : 0.0f;
+    const int64_t lane_stride = m * steps;
+    float* to = out + m * start + first * steps;
+    int64_t g = start;
+    if (sizeof(X) == sizeof(W) && rows >= 3 && rows <= kLanes) {
+      // Writes kLanes rows: those past the last are overwritten by the next step, so the last group is left.
+      const auto row = [&](int r) { return x + (r < rows ? r : rows - 1) * k + g; };
+      for (; g + kGroup < start + length; g += kGroup, to += 2 * rows) {
+        store_pairs_transposed(x, row, to, lane_stride, rows);
       }
     }
+    for (; g < start + length; g += kGroup, to += 2 * rows) {
+      for (int r = 0; r < rows; ++r) {
+        for (int o = 0; o < kGroup; ++o) {
+          const float value = g + o < k ? to_float(x[r * k + g + o]) : 0.0f;
+          to[pair_lane<W>(o) * lane_stride + pair_half<W>(o) * rows + r] = value;
+        }
+      }
+    }
+  }
+}
+
+// Rows [top, top + m) of x, laid out like that.
+template <typename W>
+void unpack_rows(const LinearArgs& args, int64_t top, int64_t m, float* out, Pool& pool) {
+  const int64_t k = args.k, tiles = (m + kTileRows - 1) / kTileRows;
+  const auto unpack = [&args, top, m, tiles, k, out](int64_t i) {
+    const int64_t row = m * i / tiles;
+    const int rows = static_cast<int>(m * (i + 1) / tiles - row);
+    if (args.x_dtype == Dtype::kBfloat16) {
+      unpack_for_tile<W>(static_cast<const bf16*>(args.x) + top * k, m, k, row, rows, out);
+    } else {
+      unpack_for_tile<W>(static_cast<const float*>(args.x) + top * k, m, k, row, rows, out);
+    }
+  };
+  if (m * k < kThreadedUnpack) {
+    for (int64_t i = 0; i < tiles; ++i) unpack(i);
+  } else {
+    pool.parallel_for(tiles, unpack);
   }
 }
 
@@ -252,21 +286,7 @@ void linear_tile(const LinearArgs& args, Pool& pool) {
     const int64_t m = args.m - top < kPassRows ? args.m - top : kPassRows;
     float* xs = thread_scratch<XTag>(m * padded);
 
-    const int64_t tiles = (m + kTileRows - 1) / kTileRows;
-    const auto unpack = [&args, top, m, tiles, k, xs](int64_t i) {
-      const int64_t row = m * i / tiles;
-      const int rows = static_cast<int>(m * (i + 1) / tiles - row);
-      if (args.x_dtype == Dtype::kBfloat16) {
-        unpack_for_tile<W>(static_cast<const bf16*>(args.x) + top * k, m, k, row, rows, xs);
-      } else {
-        unpack_for_tile<W>(static_cast<const float*>(args.x) + top * k, m, k, row, rows, xs);
-      }
-    };
-    if (m * k < 100000) {
-      for (int64_t i = 0; i < tiles; ++i) unpack(i);
-    } else {
-      pool.parallel_for(tiles, unpack);
-    }
+    unpack_rows<W>(args, top, m, xs, pool);
 
     const int64_t panels = (n + kTileCols - 1) / kTileCols;
     int64_t chunk = kChunkBytes / static_cast<int64_t>(k * sizeof(W) * kTileCols);

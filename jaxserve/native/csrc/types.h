@@ -43,6 +43,14 @@ struct LinearArgs {
   void* y;
 };
 
+// out: w in the order that the packed kernel reads. w and out: [rows, k], all layers' output channels.
+struct PackArgs {
+  int64_t rows, k;
+  Dtype dtype;
+  const void* w;
+  void* out;
+};
+
 struct AttentionArgs {
   int64_t batch, queries, heads, kv_heads, head_dim;  // q and out: [batch, queries, heads, head_dim]
   int64_t slots;                                      // k_pages, v_pages: [slots, kv_heads, head_dim]
@@ -68,6 +76,9 @@ struct Kernels {
   const char* name;
   bool (*runs_here)();
   void (*linear)(const LinearArgs&, Pool&);
+  int64_t panel_rows, panel_group;  // a matrix can be packed if its n and k are multiples of these
+  void (*pack)(const PackArgs&, Pool&);
+  void (*linear_packed)(const LinearArgs&, Pool&);
   void (*paged_attention)(const AttentionArgs&, Pool&);
 };
 

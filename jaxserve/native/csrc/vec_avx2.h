@@ -44,6 +44,20 @@ inline vf load_row(const bf16* p) {
 }
 inline vf load_row(const float* p) { return _mm256_loadu_ps(p); }
 
+// The bits of from_float(v, bf16*), each in a lane of 32.
+inline vi rounded(vf v) {
+  const vi bits = _mm256_castps_si256(v), high = _mm256_srli_epi32(bits, 16);
+  const vi odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const vi near = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const vi nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(near, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+}
+// 2 * kLanes values as bfloat16.
+inline void store_rounded(bf16* p, vf a, vf b) {
+  const vi packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(a), rounded(b)), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<vi*>(p), packed);
+}
+
 // Floats [0, 4) of eight rows, transposed: r[j] holds element j of each row.
 template <typename Row>
 inline void load_transposed_4(const Row& row, vf r[4]) {

@@ -47,6 +47,13 @@ inline vf load_row(const T* p) {
   return vf{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
 
+inline void store_rounded(bf16* p, vf a, vf b) {
+  for (int i = 0; i < kLanes; ++i) {
+    from_float(a[i], p + i);
+    from_float(b[i], p + kLanes + i);
+  }
+}
+
 inline vf add_lanes_in_order(vf total, const float* p) {
   for (int j = 0; j < kLanes; ++j, ++p) total += vf{p[0], p[kLanes], p[2 * kLanes], p[3 * kLanes]};
   return total;
