@@ -12,7 +12,7 @@ constexpr int64_t kBlockSteps = 256;               // of each lane: a lane of a 
 constexpr int64_t kBlock = kBlockSteps * kLanes;   // elements of K
 constexpr int64_t kDotRows = 16;                   // up to here, `dot`
 constexpr int64_t kDotCols = 12;                   // channels that `dot` takes at once
-constexpr int64_t kPassRows = 504;                 // rows that `tile` takes at once: bounds the scratch memory
+constexpr int64_t kPassRows = 516;                 // rows that `tile` takes at once: bounds the scratch memory
 constexpr int64_t kThreadedUnpack = 100000;        // elements of x from which threads share in unpacking it
 constexpr int64_t kChunkBytes = 128 << 10;         // of weights: what a thread takes at a time
 
