@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, WeightsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,10 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer. Made by a family's translation, stored in converted checkpoints."""
+    """A decoder-only transformer. Made by a family's translation, stored in converted checkpoints.
+
+    Raises WeightsError for figures that no decoder can have.
+    """
 
     family: str  # "llama", "gemma3"
     vocab_size: int  # rows of the embedding
@@ -37,6 +41,23 @@ class ModelConfig:
     post_norms: bool  # norms after attention and MLP too (gemma3)
     layers: tuple[LayerConfig, ...]
 
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+            "max_position", "num_layers",
+        ):  # fmt: skip
+            _require(name, value := getattr(self, name), isinstance(value, int) and value >= 1, "at least 1")
+        _require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even, for RoPE turns pairs")
+        _require(
+            "num_heads", self.num_heads, self.num_heads % self.num_kv_heads == 0,
+            f"a multiple of num_kv_heads, {self.num_kv_heads}",
+        )  # fmt: skip
+        for layer in self.layers:
+            _require("rope_theta", layer.rope_theta, 0 < layer.rope_theta < math.inf, "a number above 0")
+            _require("window", layer.window, layer.window is None or layer.window >= 1, "at least 1")
+        for name in ("rms_norm_eps", "attention_scale"):
+            _require(name, value := getattr(self, name), 0 < value < math.inf, "a number above 0")
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -50,5 +71,10 @@ class ModelConfig:
         try:
             layers = tuple(LayerConfig(**layer) for layer in data["layers"])
             return cls(**{**data, "layers": layers})
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, WeightsError) as error:
             raise ConfigError(f"model config: {error}") from error
+
+
+def _require(name: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise WeightsError(f"the model's {name} is {value!r}, it must be {wanted}")

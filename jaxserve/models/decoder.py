@@ -175,7 +175,7 @@ class Decoder(nnx.Module):
     def hidden(
         self, kv: KVCache, batch: Batch, backend: Backend, *, page_size: int
     ) -> tuple[jax.Array, KVCache]:
-        """Run the layers over `batch`, writing its keys and values. Returns float32 hidden states [B, Q, H]."""
+        """Run the layers over `batch`, writing keys and values. Returns float32 hidden states [B, Q, H]."""
         config = self.config
         places = _find_places(config, batch, page_size)
         x = self.embedding.weight[...][batch.tokens]  # [B, Q, H]

@@ -33,10 +33,10 @@ def _layers(is_local: list[bool], window: int, theta: float, local_theta: float)
 
 def _from_gguf(meta: Metadata, source: TensorSource) -> ModelConfig:
     key = "gemma3."
-    if (scaling := meta.get(key + "rope.scaling.type", str, "none")) != "none":
-        refuse(key + "rope.scaling.type", scaling, "unscaled RoPE")
-    if cap := meta.get(key + "final_logit_softcapping", float, 0.0):
-        refuse(key + "final_logit_softcapping", cap, "no soft cap")
+    meta.refuse_gguf_rope_scaling("gemma3", source.tensors)
+    for cap in (key + "attn_logit_softcapping", key + "final_logit_softcapping"):
+        if value := meta.get(cap, float, 0.0):
+            refuse(cap, value, "no soft cap")
     heads = meta.need(key + "attention.head_count", int)
     head_dim = meta.need(key + "attention.key_length", int)
     if (value_dim := meta.get(key + "attention.value_length", int, head_dim)) != head_dim:
@@ -74,20 +74,21 @@ def _from_hf(meta: Metadata) -> ModelConfig:
     theta, local_theta = meta.get("rope_theta", float, 1_000_000.0), meta.get(
         "rope_local_base_freq", float, LOCAL_ROPE_THETA
     )
-    by_kind = meta.get("rope_parameters", dict, {})
-    if "full_attention" in by_kind:  # newer files: one set of RoPE parameters for each kind of layer
-        full, local = (Metadata(by_kind[k]) for k in ("full_attention", "sliding_attention"))
+    meta.refuse_rope_scaling()
+    if by_kind := meta.get("rope_parameters", dict, {}):
+        # Newer files: one set of RoPE parameters for each kind of layer.
+        rope = Metadata(by_kind)
+        full, local = (Metadata(rope.need(k, dict)) for k in ("full_attention", "sliding_attention"))
         for nested in (full, local):
             if (kind := nested.get("rope_type", str, "default")) != "default":
                 refuse("rope_parameters.rope_type", kind, "default (unscaled)")
         theta, local_theta = full.need("rope_theta", float), local.need("rope_theta", float)
-    else:
-        meta.refuse_rope_scaling()
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := meta.get(key, float, None)) is not None:
             refuse(key, cap, "null")
-    if meta.get("attention_bias", bool, False):
-        refuse("attention_bias", True, "false")
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        if meta.get(key, bool, False):
+            refuse(key, True, "false")
     activation = meta.get("hidden_activation", str, "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
         refuse("hidden_activation", activation, "gelu_pytorch_tanh")
@@ -99,6 +100,9 @@ def _from_hf(meta: Metadata) -> ModelConfig:
     kinds = meta.get("layer_types", list, default_kinds)
     if len(kinds) != num_layers:
         raise WeightsError(f"layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            refuse("layer_types", kind, "full_attention, sliding_attention")
     heads = meta.need("num_attention_heads", int)
     return ModelConfig(
         family=name,

@@ -15,8 +15,6 @@ name = "llama"
 gguf_architectures = ("llama",)
 hf_architectures = ("LlamaForCausalLM",)
 
-_GGUF_IGNORED = frozenset({"rope_freqs.weight"})
-
 
 def config(source: TensorSource) -> ModelConfig:
     """ModelConfig from GGUF keys or from config.json."""
@@ -25,10 +23,11 @@ def config(source: TensorSource) -> ModelConfig:
 
 
 def _from_gguf(meta: Metadata, source: TensorSource) -> ModelConfig:
-    if (scaling := meta.get("llama.rope.scaling.type", str, "none")) != "none":
-        refuse("llama.rope.scaling.type", scaling, "unscaled RoPE")
+    meta.refuse_gguf_rope_scaling("llama", source.tensors)
     if experts := meta.get("llama.expert_count", int, 0):
         refuse("llama.expert_count", experts, "dense models")
+    if scale := meta.get("llama.attention.scale", float, 0.0):
+        refuse("llama.attention.scale", scale, "the root of the head size, that is no such key")
     hidden, heads = meta.need("llama.embedding_length", int), meta.need("llama.attention.head_count", int)
     head_dim = meta.get("llama.attention.key_length", int, hidden // heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
@@ -162,6 +161,6 @@ _HF = {
 def ignored(format: str, config: ModelConfig) -> frozenset[str]:
     """Tensors that a file may carry and that are not needed."""
     if format == "gguf":
-        return _GGUF_IGNORED
+        return frozenset()
     inv_freq = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
     return frozenset(inv_freq | ({"lm_head.weight"} if config.tie_embeddings else set()))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 from jaxserve.errors import WeightsError
 
@@ -20,13 +20,16 @@ class Metadata:
         self._values = values
 
     def need(self, key: str, kind: type) -> Any:
-        """The value of `key`; WeightsError if it is missing or of another type."""
+        """The value of `key`; WeightsError if it is missing, of another type, or a number not above 0."""
         if self._values.get(key) is None:
             raise WeightsError(f"the model's description lacks {key}")
-        return self.get(key, kind, None)
+        return self.get(key, kind, 1 if kind in (int, float) else None)
 
     def get(self, key: str, kind: type, default: Any) -> Any:
-        """The value of `key`, or `default` where it is missing or null."""
+        """The value of `key`, or `default` where it is missing or null.
+
+        Where the default is a number above 0 the value must be one too.
+        """
         value = self._values.get(key)
         if value is None:
             return default
@@ -36,6 +39,8 @@ class Metadata:
             return value
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise WeightsError(f"{key} = {value!r}: expected {kind.__name__}, found {type(value).__name__}")
+        if kind in (int, float) and default is not None and default > 0 and not cast(float, value) > 0:
+            raise WeightsError(f"{key} = {value!r}: expected a number above 0")
         return value
 
     def rope_theta(self, default: float) -> float:
@@ -44,9 +49,24 @@ class Metadata:
         return Metadata(nested).get("rope_theta", float, None) or self.get("rope_theta", float, default)
 
     def refuse_rope_scaling(self) -> None:
-        """Raise if a config.json asks for scaled RoPE."""
+        """Raise if a config.json asks for scaled or partial RoPE."""
         for key in ("rope_scaling", "rope_parameters"):
             scaling = self.get(key, dict, {})
             kind = scaling.get("rope_type", scaling.get("type", "default"))
             if kind != "default":
                 refuse(f"{key}.rope_type", kind, "default (unscaled)")
+            if (part := scaling.get("partial_rotary_factor", 1)) != 1:
+                refuse(f"{key}.partial_rotary_factor", part, "1 (whole heads)")
+        if (part := self.get("partial_rotary_factor", float, 1.0)) != 1:
+            refuse("partial_rotary_factor", part, "1 (whole heads)")
+
+    def refuse_gguf_rope_scaling(self, architecture: str, tensors: Container[str]) -> None:
+        """Raise if a GGUF file asks for scaled RoPE, by keys or by a tensor of factors (Llama 3.1)."""
+        key = f"{architecture}.rope.scaling.type"
+        if (kind := self.get(key, str, "none")) != "none":
+            refuse(key, kind, "none (unscaled)")
+        for key in (f"{architecture}.rope.scaling.factor", f"{architecture}.rope.scale_linear"):
+            if (factor := self.get(key, float, 0.0)) not in (0.0, 1.0):
+                refuse(key, factor, "1 (unscaled)")
+        if "rope_freqs.weight" in tensors:
+            refuse("rope_freqs.weight", "a tensor of RoPE factors", "unscaled RoPE")
