@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, abstract_decoder
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
-from jaxserve.runtime.executables import Executables, fingerprint
+from jaxserve.runtime.executables import Executables, fingerprint, without_jax_cache
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
 from jaxserve.runtime.step import Rows, make_forward, make_sampler
 
@@ -61,10 +62,33 @@ class ModelRunner:
         name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
         executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
-        self._steps = compile_steps(decoder, self._leaves, kv, state, config, backend, executables, progress)
+        prepare = partial(
+            compile_steps, decoder, self._leaves, kv, state, config, backend, executables, progress
+        )
+        self._steps = prepare()
         self._kv: Any = zeros(kv)
         self._state: Any = zeros(state)
+        try:
+            self._try_out()
+        except jax.errors.JaxRuntimeError as error:
+            # A program from the disk may load and yet not run; what was donated to it is gone.
+            log.warning("kept programs don't run, all are compiled again: %s", error)
+            executables.clear()
+            self._steps = prepare()
+            self._kv, self._state = zeros(kv), zeros(state)
+            self._try_out()
         self._is_random = [False] * config.max_num_seqs  # by slot: its sampling parameters say so
+
+    def _try_out(self) -> None:
+        """Run the smallest decode step on rows that are all padding, and both samplers behind it."""
+        batch = self.config.decode_buckets[0]
+        packed = layout.pack(Step("decode", batch, 1, ()), self.config)
+        self._kv, self._state, logits, rows = self._steps["decode", batch, 1](
+            self._leaves, self._kv, self._state, packed
+        )
+        for kind in ("greedy", "random"):
+            self._state, ids = self._steps[kind, batch, 1](self._state, logits, rows)
+        jax.block_until_ready(ids)
 
     def launch(self, plan: Plan) -> Handle:
         """Start the plan's steps on the device, in order, and the copies of their ids to the host."""
@@ -188,7 +212,8 @@ def compile_steps(
     began = time.monotonic()
     compiled: dict[Key, Any] = {}
     # Tracing holds the interpreter's lock and XLA's compiler doesn't: threads overlap the two.
-    with ThreadPoolExecutor(max_workers=max(2, min(8, os.cpu_count() or 2))) as pool:
+    workers = max(2, min(8, os.cpu_count() or 2))
+    with without_jax_cache(), ThreadPoolExecutor(max_workers=workers) as pool:
         futures = {pool.submit(compile_one, key): key for key in keys}
         for count, future in enumerate(as_completed(futures), 1):
             compiled[futures[future]] = future.result()
