@@ -21,7 +21,8 @@ class FakeTokenizer:
     """Three special tokens, the 256 bytes, then longer pieces that begin or end inside characters too."""
 
     SPECIAL = (b"<eos>", b"<bos>", b"<turn>")
-    PIECES = tuple(text.encode() for text in ("the", " the", "ab", "ba", "stop", "\n\n", "é", "🙂")) + (
+    PIECES = (
+        *(text.encode() for text in ("the", " the", "ab", "ba", "stop", "\n\n", "é", "🙂")),
         b"\xc3",
         b"\xa9\xc3",
     )
