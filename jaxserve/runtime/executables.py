@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ class Executables:
             temporary.replace(path)
         except (OSError, ValueError, pickle.PicklingError) as error:
             log.warning("%s is not kept: %s", path, error)
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Forget this set."""

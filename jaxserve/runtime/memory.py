@@ -43,6 +43,11 @@ def fit_pool(
     The pool is no larger than all slots can fill. Without `max_model_len` it is the model's own limit, or
     less where the pool holds less. Raises ConfigError with the figures when a wanted length does not fit.
     """
+    for flag, value in (
+        ("block_size", page_size), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len),
+    ):  # fmt: skip
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag}={value} must be a whole number of at least 1")
     if max_model_len is not None and max_model_len > max_position:
         raise ConfigError(
             f"max_model_len={max_model_len} is over the {max_position} positions the model was trained for"
