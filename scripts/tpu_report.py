@@ -25,6 +25,7 @@ from typing import Any
 # Before JAX is imported: the host is a plain CPU, and libtpu must not look for the TPU that it runs on.
 os.environ.update(
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is used: a lock left by another process is no matter
     TPU_ACCELERATOR_TYPE="v6e-4", TPU_WORKER_HOSTNAMES="localhost",
 )  # fmt: skip
 
