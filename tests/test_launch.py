@@ -1,0 +1,245 @@
+"""From files to an engine that answers, with a tiny model of random weights."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve import native
+from jaxserve.errors import (
+    ConfigError,
+    ContextLengthError,
+    JaxserveError,
+    TokenizerError,
+    UnavailableError,
+    WeightsError,
+)
+from jaxserve.launch import LaunchOptions, LoadedEngine, compile_cache_folder, load_engine
+from jaxserve.tokenizer import load
+from jaxserve.types import Event, Request, SamplingParams
+from jaxserve.weights.gguf import GGUFSource
+from tests.models.tiny import LLAMA, hf_tensors, write_gguf, write_hf
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def byte_vocabulary() -> list[str]:
+    """GPT-2's spelling of the 256 bytes, a merge and two special tokens."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelling = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return [spelling[byte] for byte in range(256)] + ["he", "<|start|>", "<|end|>"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One llama as a GGUF file and as a Hugging Face folder, tokenizer and chat template included."""
+    folder = tmp_path_factory.mktemp("models")
+    vocabulary = byte_vocabulary()
+    config = LLAMA | {
+        "vocab_size": len(vocabulary),
+        "max_position_embeddings": 100,
+        "rms_norm_eps": 2.0**-17,  # the same in float32, so both formats are one model to the compile cache
+    }
+    tensors = hf_tensors(config)
+    gguf = write_gguf(
+        folder / "tiny.gguf", config, tensors,
+        tokenizer__ggml__model="gpt2", tokenizer__ggml__pre="smollm", tokenizer__ggml__tokens=vocabulary,
+        tokenizer__ggml__token_type=[1] * 257 + [3, 3], tokenizer__ggml__merges=["h e"],
+        tokenizer__ggml__bos_token_id=257, tokenizer__ggml__eos_token_id=258,
+        tokenizer__chat_template=TEMPLATE,
+    )  # fmt: skip
+    hf = write_hf(folder / "tiny-hf", config, tensors)
+    load.save(load.from_gguf(GGUFSource(gguf).metadata), hf)
+    (hf / "chat_template.jinja").write_text(TEMPLATE)
+    return {"gguf": gguf, "hf": hf, "cache": folder / "cache"}
+
+
+@pytest.fixture
+def options(files: dict[str, Path]) -> LaunchOptions:
+    """Few and small steps, kept for the next test."""
+    return LaunchOptions(
+        str(files["gguf"]), dtype="float32", max_num_seqs=2, max_num_batched_tokens=32,
+        compile_cache=files["cache"], kv_cache_memory=1 << 20,
+    )  # fmt: skip
+
+
+class Answers:
+    """What an engine delivers, from its own thread."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+
+    def __call__(self, events: list[Event]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def ask(self, loaded: LoadedEngine, prompt: str, params: SamplingParams) -> tuple[list[int], Event]:
+        ids = tuple(loaded.tokenizer.encode(prompt))
+        loaded.engine.submit(Request("one", ids, params, time.monotonic()))
+        out: list[int] = []
+        while True:
+            event = self.events.get(timeout=60)
+            out.extend(event.token_ids)
+            if event.finish_reason is not None:
+                return out, event
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[[LaunchOptions], tuple[LoadedEngine, Answers]]]:
+    """`load_engine`, and an end to whatever it started."""
+    started: list[LoadedEngine] = []
+
+    def start(options: LaunchOptions) -> tuple[LoadedEngine, Answers]:
+        answers = Answers()
+        started.append(load_engine(options, deliver=answers))
+        return started[-1], answers
+
+    yield start
+    for loaded in started:
+        loaded.engine.stop()
+
+
+GREEDY = SamplingParams(8, temperature=0.0, ignore_eos=True)
+
+
+def test_a_model_file_becomes_an_engine_that_answers_and_stops(launch, options):
+    loaded, answers = launch(options)
+    assert loaded.model_name == "tiny"
+    assert loaded.vocab_size == 259
+    # A position takes 3 layers x 2 heads x 16 x 2 x 4 bytes = 768, a page of 16 of them 12 KiB.
+    assert (loaded.config.num_pages, loaded.config.max_model_len) == (2 * 7 + 1, 100)
+    assert loaded.chat_template is not None
+    assert loaded.chat_template.render([{"role": "user", "content": "hi"}]) == "hi"
+    ids, last = answers.ask(loaded, "hello", GREEDY)
+    assert len(ids) == 8
+    assert (last.finish_reason, last.num_prompt_tokens, last.num_output_tokens) == ("length", 4, 8)
+    again, _ = answers.ask(loaded, "hello", GREEDY)
+    assert again == ids
+    assert loaded.compilations_after_warmup() == 0
+    assert loaded.engine.stop()
+    with pytest.raises(UnavailableError):
+        answers.ask(loaded, "hello", GREEDY)
+
+
+def test_all_formats_and_backends_answer_the_same(launch, options, files):
+    answered = []
+    backends = ["xla", *(["native"] if native.available()[0] else [])]
+    for model, backend in [(files["gguf"], name) for name in backends] + [(files["hf"], backends[-1])]:
+        chosen = replace(options, model=str(model), attention_backend=backend, linear_backend=backend)
+        loaded, answers = launch(chosen)
+        answered.append(answers.ask(loaded, "hello", GREEDY)[0])
+        assert loaded.chat_template is not None
+    assert len({tuple(ids) for ids in answered}) == 1
+
+
+def test_progress_goes_from_nothing_to_all_in_every_stage(options):
+    seen: dict[str, list[tuple[int, int]]] = {}
+    loaded = load_engine(
+        options, deliver=lambda events: None,
+        progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total)),
+    )  # fmt: skip
+    loaded.engine.stop()
+    assert seen.keys() == {"loading weights", "compiling steps"}
+    for stage in seen.values():
+        done, totals = [d for d, _ in stage], {t for _, t in stage}
+        assert done == sorted(done)
+        assert totals == {done[-1]}
+
+
+def test_options_reach_the_engine(launch, options, caplog):
+    caplog.set_level("INFO", "jaxserve.launch")
+    chosen = replace(
+        options, dtype="auto", max_model_len=48, block_size=8, max_num_queued_reqs=3, max_queued_tokens=77,
+        queue_timeout=9.0, step_timeout=55.0, scheduling_policy="priority", admission="reserve",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    loaded, answers = launch(chosen)
+    config = loaded.config
+    assert (config.max_model_len, config.page_size, config.max_num_seqs) == (48, 8, 2)
+    assert (config.max_num_queued, config.max_queued_tokens, config.queue_timeout_s) == (3, 77, 9.0)
+    assert (config.scheduling_policy, config.admission) == ("priority", "reserve")
+    assert (config.step_timeout_s, config.enable_prefix_caching) == (55.0, False)
+    assert config.max_chunk == 32
+    assert config.num_pages == 2 * 6 + 1  # what two slots can fill, and the trash page
+    with pytest.raises(ContextLengthError, match="48"):
+        answers.ask(loaded, "x" * 48, GREEDY)
+    assert len(answers.ask(loaded, "x" * 40, GREEDY)[0]) == 8
+    assert "bfloat16" in caplog.text
+
+
+def test_a_chat_template_of_the_users_goes_before_the_models_own(launch, options, tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("MINE {{ messages[0]['content'] }} {{ eos_token }}")
+    loaded, _ = launch(replace(options, chat_template=file))
+    assert loaded.chat_template is not None
+    assert loaded.chat_template.render([{"role": "user", "content": "hi"}]) == "MINE hi <|end|>"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "no-such-model"}, WeightsError, "'no-such-model' not found"),
+        ({"dtype": "float16"}, ConfigError, "'float16'.*bfloat16, float32"),
+        ({"max_model_len": 101}, ConfigError, "max_model_len=101 is over the 100 positions"),
+        ({"max_model_len": 100, "kv_cache_memory": 49152}, ConfigError, "max_model_len=100 needs 98304 "),
+        ({"max_model_len": 0}, ConfigError, "max_model_len=0"),
+        ({"kv_cache_memory": 1000}, ConfigError, "kv_cache_memory=1000"),
+        ({"block_size": 0}, ConfigError, "block_size=0"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
+        ({"max_num_batched_tokens": 0}, ConfigError, "max_prefill_tokens=0"),
+        ({"max_num_queued_reqs": -1}, ConfigError, "max_num_queued=-1"),
+        ({"queue_timeout": -1.0}, ConfigError, "queue_timeout_s=-1.0"),
+        ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy='lifo'.*fcfs, priority"),
+        ({"admission": "hope"}, ConfigError, "admission='hope'"),
+        ({"attention_backend": "cuda"}, ConfigError, "attention_backend: 'cuda'.*native"),
+        ({"linear_backend": "cuda"}, ConfigError, "linear_backend: 'cuda'"),
+        ({"chat_template": Path("no/such.jinja")}, ConfigError, r"chat_template=no/such\.jinja can't be"),
+    ],
+)
+def test_an_option_that_can_not_be_met_is_one_line_that_names_it(options, change, error, message):
+    with pytest.raises(error, match=message) as raised:
+        load_engine(replace(options, **change), deliver=lambda events: None)
+    assert isinstance(raised.value, JaxserveError)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_backend_that_can_not_run_is_an_error_not_another_backend(options, monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: (False, "it was not built"))
+    with pytest.raises(ConfigError, match="linear_backend=native can't run here: it was not built"):
+        load_engine(replace(options, linear_backend="native"), deliver=lambda events: None)
+
+
+def test_files_that_are_no_model_or_no_template_are_one_line(options, tmp_path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(20))
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for %}")
+    binary = tmp_path / "binary.jinja"
+    binary.write_bytes(b"\xff\xfe\xff")
+    for change, error in (
+        ({"model": str(broken)}, WeightsError),
+        ({"chat_template": template}, TokenizerError),
+        ({"chat_template": binary}, ConfigError),
+    ):
+        with pytest.raises(error) as raised:
+            load_engine(replace(options, **change), deliver=lambda events: None)
+        assert "\n" not in str(raised.value)
+
+
+def test_compiled_programs_go_where_the_user_says(monkeypatch, tmp_path):
+    assert compile_cache_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert compile_cache_folder(None) == tmp_path / "cache" / "jaxserve" / "compiled"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert compile_cache_folder(None) == tmp_path / "home" / ".cache" / "jaxserve" / "compiled"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"compile_cache=.*; name a folder to write to"):
+        compile_cache_folder(tmp_path / "file" / "below")
