@@ -82,7 +82,9 @@ def load_engine(
         tokenizer = files.load_tokenizer()
         source = _template_source(options.chat_template) or files.chat_template()
         template = None if source is None else chat_template(tokenizer, source)
-        backend = choose(options.attention_backend, options.linear_backend)
+        backend = choose(
+            options.attention_backend, options.linear_backend, head_dim=files.config.head_dim
+        )
         dtype = "bfloat16" if options.dtype == "auto" else options.dtype
         params = files.load_params(dtype, progress)
         model, name = files.config, files.name

@@ -13,6 +13,7 @@ from jaxserve.ops.attention.reference import paged_attention_xla
 from jaxserve.ops.linear import linear_xla
 
 CHOICES = ("auto", "native", "xla")
+NATIVE_HEAD_DIM = 16  # the native attention kernel takes heads of a multiple of so many values
 
 
 def _as_it_is(name: str, weight: jax.Array) -> jax.Array:
@@ -36,8 +37,10 @@ XLA = Backend("xla", "xla", paged_attention_xla, linear_xla)
 XLA_TPU = replace(XLA, pool_lanes=128)
 
 
-def choose(attention: str = "auto", linear: str = "auto") -> Backend:
+def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NATIVE_HEAD_DIM) -> Backend:
     """The backend for JAX's default device. "auto" takes native CPU kernels where they run, else XLA.
+
+    `head_dim` is the model's: native attention doesn't take every size.
 
     Raises ConfigError when a named one can't run here; it never falls back in silence.
     """
@@ -52,11 +55,17 @@ def choose(attention: str = "auto", linear: str = "auto") -> Backend:
     for flag, value in (("attention_backend", attention), ("linear_backend", linear)):
         if value == "native" and not usable:
             raise ConfigError(f"{flag}=native can't run here: {reason}; use auto or xla")
+    takes_heads = head_dim % NATIVE_HEAD_DIM == 0
+    if attention == "native" and not takes_heads:
+        raise ConfigError(
+            f"attention_backend=native can't run this model: its heads have {head_dim} values, the kernel "
+            f"takes multiples of {NATIVE_HEAD_DIM}; use auto or xla"
+        )
     if not usable:
         return XLA_TPU if jax.default_backend() == "tpu" else XLA
     from jaxserve import native
 
-    native_attention, native_linear = attention != "xla", linear != "xla"
+    native_attention, native_linear = attention != "xla" and takes_heads, linear != "xla"
     return Backend(
         "native" if native_attention else "xla",
         "native" if native_linear else "xla",

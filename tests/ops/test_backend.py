@@ -28,6 +28,16 @@ def test_attention_and_dense_layers_are_chosen_apart():
     assert other.linear is not XLA.linear
 
 
+def test_heads_that_native_attention_does_not_take_go_to_xla_unless_it_was_asked_for():
+    if not native.available()[0]:
+        pytest.skip("needs the C++ kernels")
+    chosen = choose(head_dim=100)
+    assert (chosen.attention_name, chosen.linear_name) == ("xla", "native")
+    assert choose(head_dim=80).attention_name == "native"
+    with pytest.raises(ConfigError, match=r"attention_backend=native .* 100 values, .* multiples of 16"):
+        choose("native", head_dim=100)
+
+
 @pytest.mark.parametrize("flag", ["attention", "linear"])
 def test_a_backend_that_can_not_run_is_an_error_that_says_why(monkeypatch, flag):
     monkeypatch.setattr(native, "available", lambda: (False, "no compiler was there"))
