@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -133,6 +134,7 @@ def some_rows(
 
 DECODE = [(0, 1), (4, 5), (63, 64), (64, 65), (127, 128), (128, 129), (299, 300)]
 MIXED = [(0, 40), (9, 9), (100, 133), (16, 17), (150, 200), (0, 0)]
+FAR = [(290, 300), (299, 300), (0, 0), (250, 260)]  # no row sees the first keys through a narrow window
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_the_answer_does_not_depend_on_the_page_size(backend, spans, page_size):
     check(backend, some_rows(spans), page_size)
 
 
-@pytest.mark.parametrize("spans", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("spans", [DECODE, MIXED, FAR], ids=["decode", "mixed", "far"])
 @pytest.mark.parametrize("window", [1, 2, 17, 128, 129, 1000])
 def test_a_window_hides_all_keys_but_the_last(backend, spans, window):
     check(backend, some_rows(spans), page_size=16, window=window)
@@ -182,6 +184,30 @@ def test_chunks_and_single_tokens_equal_one_prefill(backend, window):
     np.testing.assert_allclose(parts([64, 65, 100, 163, 200]), whole, rtol=0, atol=2e-5)
     np.testing.assert_allclose(parts([*range(1, 12)]), whole[:11], rtol=0, atol=2e-5)
     np.testing.assert_allclose(parts([64, 128, 192, *range(193, 201)]), whole, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("spans", "window", "blocks"),
+    [
+        ([(0, 1), (4, 5)], NO_WINDOW, 1),
+        ([(0, 1), (299, 300)], NO_WINDOW, 3),
+        ([(0, 0), (127, 128)], NO_WINDOW, 1),
+        ([(0, 0), (128, 129)], NO_WINDOW, 2),
+        ([(298, 299), (299, 300)], 20, 1),
+        ([(0, 0), (0, 0)], NO_WINDOW, 0),
+    ],
+)
+def test_blocks_of_keys_are_read_up_to_the_longest_live_context_alone(monkeypatch, spans, window, blocks):
+    rounds = []
+
+    def counted(lower: jax.Array, upper: jax.Array, body: object, carry: object) -> object:
+        rounds.append(int(upper) - int(lower))
+        return carry
+
+    monkeypatch.setattr(jax.lax, "fori_loop", counted)
+    monkeypatch.setattr(sys.modules[__name__], "compiled", lambda backend: backend.attention)
+    run(XLA, Pool(16, 60, 2, 16), some_rows(spans), window, 1.0, columns=4096)
+    assert rounds == [blocks]
 
 
 def test_a_row_does_not_see_its_batch_mates(backend):
