@@ -148,7 +148,7 @@ def prepare_params(decoder: Any, params: dict[str, jax.Array], backend: Backend)
 
 
 def order_params(decoder: Any, params: dict[str, jax.Array]) -> list[jax.Array]:
-    """`params` as the flat leaves that `make_step` takes, each of the shape that the decoder names."""
+    """`params` as the flat leaves that `make_forward` takes, each of the shape that the decoder names."""
     leaves = []
     wanted = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.split(decoder)[1])}
     if missing := sorted(wanted.keys() - params.keys()):
