@@ -14,6 +14,7 @@ import jax.numpy as jnp
 NUM_CANDIDATES = 256  # largest logits looked at first; most filters end inside them
 BISECTIONS = 32  # rounds that find a threshold among float32 values exactly
 DRAW_BLOCK = 512  # vocabulary entries summed per block of the two-level draw
+PEAK_BLOCK = 64  # vocabulary entries per block of the two-level searches for the largest
 
 
 class SamplingState(NamedTuple):
@@ -27,8 +28,29 @@ class SamplingState(NamedTuple):
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """The ids [B] of the largest of `logits` [B, V]; of equals the first."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """The ids [B] of the largest of `logits` [B, V]; of equals the first.
+
+    Blocks first, then the entries of one: XLA:CPU takes a maximum several times faster than an argmax.
+    """
+    blocks = _blocks(logits, DRAW_BLOCK, -jnp.inf)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    entries = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, DRAW_BLOCK]
+    return (block * DRAW_BLOCK + jnp.argmax(entries, axis=-1)).astype(jnp.int32)
+
+
+def largest(values: jax.Array, count: int) -> jax.Array:
+    """The `count` largest of `values` [B, V], descending; exact. They lie in the blocks of largest peaks."""
+    blocks = _blocks(values, PEAK_BLOCK, -jnp.inf)
+    if blocks.shape[1] > count:
+        _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), count)
+        blocks = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)  # [B, count, PEAK_BLOCK]
+    return jax.lax.top_k(blocks.reshape(values.shape[0], -1), count)[0]
+
+
+def _blocks(values: jax.Array, size: int, fill: float) -> jax.Array:
+    """`values` [B, V] as [B, ceil(V / size), size], filled up at the end."""
+    B, V = values.shape
+    return jnp.pad(values, ((0, 0), (0, -V % size)), constant_values=fill).reshape(B, -1, size)
 
 
 def sample(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
@@ -66,7 +88,7 @@ def _filter(weights: jax.Array, state: SamplingState) -> jax.Array:
     """
     V = weights.shape[-1]
     count = min(NUM_CANDIDATES, V)
-    top = jax.lax.top_k(weights, count)[0]  # [B, C] descending
+    top = largest(weights, count)  # [B, C] descending
     k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, V), V)  # [B]
 
     def near() -> jax.Array:
@@ -128,8 +150,8 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     Two levels, blocks and then entries of one block: far cheaper than a sum over the whole vocabulary,
     and never an entry of weight 0. NaN weights give some index, for there is no right one.
     """
-    B, V = weights.shape
-    padded = jnp.pad(weights, ((0, 0), (0, -V % DRAW_BLOCK))).reshape(B, -1, DRAW_BLOCK)
+    V = weights.shape[-1]
+    padded = _blocks(weights, DRAW_BLOCK, 0.0)
     sums = jnp.sum(padded, axis=-1)  # [B, V / DRAW_BLOCK]
     blocks = jnp.cumsum(sums, axis=-1)
     target = uniform * blocks[:, -1]

@@ -266,6 +266,18 @@ def test_greedy_rows_of_a_mixed_batch_take_the_likeliest_token():
     np.testing.assert_array_equal(ids[rows], logits[rows].argmax(1))
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 64, 513, 40_000])
+def test_the_largest_are_found_whatever_block_they_lie_in(vocab):
+    rng = np.random.default_rng(vocab)
+    values = rng.integers(0, 50 * vocab, (6, vocab)).astype(np.float32)
+    values[0] = np.sort(values[0])[::-1]  # all of the largest side by side
+    values[1] = rng.integers(0, 3, vocab)  # nearly all are equals
+    count = min(vocab, NUM_CANDIDATES)
+    found = jax.jit(sampling.largest, static_argnums=1)(values, count)
+    np.testing.assert_array_equal(np.asarray(found), -np.sort(-values, axis=1)[:, :count])
+    np.testing.assert_array_equal(np.asarray(greedy(jnp.asarray(values))), values.argmax(1))
+
+
 def test_greedy_takes_the_first_of_equals():
     logits = np.array([[0.0, 5.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0]], np.float32)
     np.testing.assert_array_equal(np.asarray(greedy(jnp.asarray(logits))), [1, 0])
