@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 WaitReason = Literal["slots", "pages"]
@@ -18,7 +21,7 @@ class SamplingParams:
     engine never has to. The random key of a token is fold_in(key(seed), position).
     """
 
-    max_tokens: int
+    max_tokens: int  # 0: compute the prompt, for its log-probabilities
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -29,6 +32,49 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    # How many of the likeliest tokens to tell of beside each token itself; 0: only of itself; None: nothing.
+    logprobs: int | None = None  # of generated tokens
+    prompt_logprobs: int | None = None  # of prompt tokens; a prefix hit never covers what is yet to be told
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model thought of one token at its place, and of others there, in natural logarithms.
+
+    Of the model's own distribution: temperature 1, before any penalty, bias or filter.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: tuple[int, ...]  # the likeliest first; as many as were asked for
+    top_logprobs: tuple[float, ...]  # if the token is among them, its figure has the same bits
+
+
+class GrammarState(Protocol):
+    """Where one answer stands in its grammar. Calls never overlap; which thread makes them doesn't matter.
+
+    Both methods raise GrammarError when the answer can't go on.
+    """
+
+    def advance(self, token_id: int) -> None:
+        """Take the next id of the answer."""
+        ...
+
+    def fill(self, words: np.ndarray) -> None:
+        """Set `words`, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 tells whether id i may come next."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but an end-of-sequence id may follow."""
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer must look like; compiled, immutable, for any number of answers."""
+
+    def start(self) -> GrammarState: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +88,8 @@ class Request:
     priority: int = 0  # lower is sooner, where the engine goes by priority
     timeout_s: float | None = None  # from arrival to the last token; None: as long as it takes
     cache_salt: str | None = None  # prompts share cached pages only with prompts of the same salt
+    grammar: Grammar | None = None  # picks are restricted to ids that it allows
+    group: str | None = None  # requests of one group have one prompt: the first computes it for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +110,7 @@ class Event:
     `token_ids` are the ids sampled since the last event; ids of a stop token that ended the request are
     included (usage counts them), their text is not. `text` is what is now safe to show: never a part of
     a character, never a part of a stop string; it may be empty while `token_ids` is not, and vice versa.
+    A request whose `max_tokens` is 0 ends once its prompt is computed, with one event without ids.
     """
 
     request_id: str
@@ -75,6 +124,9 @@ class Event:
     num_output_tokens: int = 0  # so far, this event included
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache gave
     timeline: Timeline | None = None  # on the last event only
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of `token_ids`, one each, if the request asked for them
+    # Of all prompt tokens, the first, which nothing predicts, being None; with the first id, if asked for.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

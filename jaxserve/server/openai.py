@@ -6,32 +6,30 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from jaxserve.errors import ContextLengthError, RequestError, TokenizerError
-from jaxserve.server.schema import (
-    GenerationBody,
-    Message,
-    shown,
-    validate_chat,
-    validate_completion,
-)
+from jaxserve.errors import RequestError
+from jaxserve.server.prompts import Prompt, chat_prompt, check_id, completion_prompts, max_tokens
+from jaxserve.server.schema import CompletionBody, GenerationBody, validate_chat, validate_completion
 from jaxserve.server.served import ServedModel
-from jaxserve.tokenizer.chat import encode_chat
 from jaxserve.types import Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 # Below this temperature every draw is the most likely token already, and dividing by it could overflow.
 MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6  # top_p 0 keeps the most likely token, as it does at OpenAI
+_MASK = 2**64 - 1
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One HTTP request, understood. `requests[i]` answers choice `i`."""
+    """One HTTP request, understood.
+
+    Each prompt has `num_candidates` requests, one after the other, and the best `n` of them are its choices:
+    without `best_of` all of them are, and `requests[i]` answers choice `i`.
+    """
 
     kind: Literal["completion", "chat"]
     id: str
@@ -42,6 +40,11 @@ class Generation:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    n: int = 1
+    num_candidates: int = 1
+    echoes: tuple[str, ...] | None = None  # the text of each prompt, to stand before its answers
+    prompt_only: bool = False  # what is generated is not shown
+    return_token_ids: bool = False
 
 
 def loads(raw: bytes) -> Any:
@@ -68,74 +71,138 @@ def parse_completion(body: object, model: ServedModel, arrival_s: float) -> Gene
     """A body of /v1/completions. Raises RequestError, its subclasses included."""
     fields = validate_completion(body)
     name = model.resolve(fields.model)
-    if len(fields.prompt) > model.max_prompts:
+    num_candidates = _num_candidates(fields)
+    _check_num_choices(fields, num_candidates, model)
+    if fields.max_tokens == 0 and not fields.echo:
         raise RequestError(
-            f"'prompt' has {len(fields.prompt)} prompts, at most {model.max_prompts} fit in one request.",
-            param="prompt",
+            "'max_tokens' must be at least 1, got 0; 0 is for 'echo', to have nothing but the prompt.",
+            param="max_tokens",
         )
-    prompts = [_prompt_ids(prompt, model) for prompt in fields.prompt]
-
-    def limit(prompt_len: int) -> int:
-        return _max_tokens(
-            model, prompt_len, fields.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt", "max_tokens"
-        )
-
-    return _generation("completion", f"cmpl-{secrets.token_hex(12)}", name, fields, prompts, limit, model,
-                       arrival_s)
+    default = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    room = max(1, model.max_model_len - max(1, default))
+    prompts = completion_prompts(fields, model, room)
+    # One token is sampled in any case; with max_tokens 0 it is not shown.
+    asked = 1 if fields.max_tokens == 0 else fields.max_tokens
+    limits = [
+        max_tokens(model, len(prompt.ids), asked, DEFAULT_COMPLETION_TOKENS, "prompt", "max_tokens")
+        for prompt in prompts
+    ]
+    return replace(
+        _generation(
+            "completion", "cmpl", name, fields, prompts, limits, num_candidates, model, arrival_s
+        ),
+        echoes=tuple(prompt.text for prompt in prompts) if fields.echo else None,
+        prompt_only=fields.max_tokens == 0,
+    )
 
 
 def parse_chat(body: object, model: ServedModel, arrival_s: float) -> Generation:
     """A body of /v1/chat/completions. Raises RequestError, its subclasses included."""
     fields = validate_chat(body)
     name = model.resolve(fields.model)
-    ids = _chat_ids(fields.messages, fields.add_generation_prompt, model)
     param = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    prompt = chat_prompt(fields, model, room=max(1, model.max_model_len - (asked or 1)))
+    limit = max_tokens(model, len(prompt.ids), asked, model.max_model_len, "messages", param)
+    return _generation("chat", "chatcmpl", name, fields, [prompt], [limit], fields.n, model, arrival_s)
 
-    def limit(prompt_len: int) -> int:
-        return _max_tokens(model, prompt_len, asked, model.max_model_len, "messages", param)
 
-    return _generation("chat", f"chatcmpl-{secrets.token_hex(12)}", name, fields, [ids], limit, model,
-                       arrival_s)
+def _num_candidates(fields: CompletionBody) -> int:
+    """How many answers to generate for each prompt, `n` of which are given."""
+    if fields.best_of is None or fields.best_of == fields.n:
+        return fields.n
+    if fields.best_of < fields.n:
+        raise RequestError(
+            f"'best_of' must be at least 'n', got best_of={fields.best_of} and n={fields.n}.", param="best_of"
+        )
+    if fields.stream:
+        raise RequestError(
+            f"'best_of' can't be streamed: which {fields.n} of {fields.best_of} answers are the best is "
+            "known at the end. Set 'stream' to false, or 'best_of' to 'n'.",
+            param="best_of",
+        )
+    return fields.best_of
+
+
+def _check_num_choices(fields: CompletionBody, num_candidates: int, model: ServedModel) -> None:
+    num_prompts = len(fields.prompt)
+    if num_prompts * num_candidates <= model.max_choices:
+        return
+    if num_candidates == 1:
+        raise RequestError(
+            f"'prompt' has {num_prompts} prompts, at most {model.max_choices} fit in one request.",
+            param="prompt",
+        )
+    param = "n" if num_candidates == fields.n else "best_of"
+    raise RequestError(
+        f"{num_prompts} prompts with '{param}' {num_candidates} make {num_prompts * num_candidates} answers, "
+        f"at most {model.max_choices} fit in one request; lower '{param}' or send fewer prompts.",
+        param=param,
+    )
 
 
 def _generation(
     kind: Literal["completion", "chat"],
-    id: str,
+    prefix: str,
     name: str,
     fields: GenerationBody,
-    prompts: list[list[int]],
-    limit: Callable[[int], int],
+    prompts: list[Prompt],
+    limits: list[int],
+    num_candidates: int,
     model: ServedModel,
     arrival_s: float,
 ) -> Generation:
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
     for i, token_id in enumerate(fields.stop_token_ids):
-        _check_id(token_id, f"stop_token_ids[{i}]", model)
+        check_id(token_id, f"stop_token_ids[{i}]", model)
     options = fields.stream_options
+    id = f"{prefix}-{fields.request_id or secrets.token_hex(12)}"
+    requests: list[Request] = []
+    for prompt, limit in zip(prompts, limits):
+        params = _sampling(fields, limit)
+        # Those of one prompt share its pages, whatever they are given to draw.
+        group = f"{id}-{len(requests)}" if num_candidates > 1 else None
+        for i in range(num_candidates):
+            requests.append(
+                Request(
+                    f"{id}-{len(requests)}",
+                    prompt.ids,
+                    replace(params, seed=sibling_seed(params.seed, i)) if i else params,
+                    arrival_s,
+                    priority=fields.priority,
+                    timeout_s=fields.timeout,
+                    cache_salt=fields.cache_salt,
+                    group=group,
+                )
+            )
     return Generation(
         kind=kind,
         id=id,
         created=int(time.time()),
         model=name,
         fingerprint=model.fingerprint,
-        requests=tuple(
-            Request(
-                f"{id}-{i}",
-                tuple(ids),
-                _sampling(fields, limit(len(ids))),
-                arrival_s,
-                priority=fields.priority,
-                timeout_s=fields.timeout,
-                cache_salt=fields.cache_salt,
-            )
-            for i, ids in enumerate(prompts)
-        ),
+        requests=tuple(requests),
         stream=fields.stream,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
+        n=fields.n,
+        num_candidates=num_candidates,
+        return_token_ids=fields.return_token_ids,
     )
+
+
+def sibling_seed(seed: int, number: int) -> int:
+    """The seed of choice `number`: the request's own for choice 0, and as good as random for the others.
+
+    Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    if number == 0:
+        return seed
+    z = (seed + number * 0x9E3779B97F4A7C15) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
 
 
 def _sampling(fields: GenerationBody, max_tokens: int) -> SamplingParams:
@@ -146,94 +213,10 @@ def _sampling(fields: GenerationBody, max_tokens: int) -> SamplingParams:
         top_k=max(fields.top_k, 0),
         top_p=max(fields.top_p, MIN_TOP_P),
         min_p=fields.min_p,
-        seed=seed & (2**64 - 1),  # a negative seed is the unsigned one of the same bits
+        seed=seed & _MASK,  # a negative seed is the unsigned one of the same bits
         stop=tuple(fields.stop),
         stop_token_ids=frozenset(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
         include_stop_str_in_output=fields.include_stop_str_in_output,
         skip_special_tokens=fields.skip_special_tokens,
-    )
-
-
-def _prompt_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
-    if not prompt:
-        raise RequestError("'prompt' must not be empty: send some text or token ids.", param="prompt")
-    if isinstance(prompt, list):
-        for token_id in prompt:
-            _check_id(token_id, "prompt", model)
-        return prompt
-    _check_text_fits([prompt], "prompt", model)
-    tokenizer = model.tokenizer
-    ids = tokenizer.encode(prompt)
-    bos = tokenizer.bos_id
-    if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:  # the text may already spell it
-        ids = [bos, *ids]
-    return ids
-
-
-def _chat_ids(messages: list[Message], add_generation_prompt: bool, model: ServedModel) -> list[int]:
-    _check_text_fits([message.content for message in messages], "messages", model)
-    dicts: list[dict[str, Any]] = []
-    for message in messages:
-        # "developer" is OpenAI's newer name of "system"; templates know the older one.
-        role = "system" if message.role == "developer" else message.role
-        dicts.append({"role": role, "content": message.content})
-        if message.name is not None:
-            dicts[-1]["name"] = message.name
-    try:
-        return encode_chat(
-            model.tokenizer, model.chat_template, dicts, add_generation_prompt=add_generation_prompt
-        )
-    except TokenizerError as exc:  # the template's own raise_exception, for roles it does not take
-        raise RequestError(
-            f"'messages' can't be rendered by the chat template: {exc}", param="messages"
-        ) from exc
-
-
-def _check_id(token_id: int, param: str, model: ServedModel) -> None:
-    if not 0 <= token_id < model.vocab_size:
-        raise RequestError(
-            f"'{param}' has the token id {shown(token_id)}, outside of the vocabulary "
-            f"[0, {model.vocab_size}).",
-            param=param,
-        )
-
-
-def _check_text_fits(texts: list[str], param: str, model: ServedModel) -> None:
-    """Refuse what can't fit, however it is split, before seconds are spent on splitting it."""
-    if sum(map(len, texts)) <= 8 * model.max_model_len:
-        return
-    at_least = sum(len(text.encode()) for text in texts) // model.max_token_bytes
-    if at_least >= model.max_model_len:
-        raise _too_long(model, f"at least {at_least}", param)
-
-
-def _max_tokens(
-    model: ServedModel, prompt_len: int, asked: int | None, default: int, prompt: str, param: str
-) -> int:
-    """How many tokens to generate: what was asked if it fits, else what is left of the default."""
-    left = model.max_model_len - prompt_len
-    if prompt_len == 0:
-        raise RequestError(f"'{prompt}' must not be empty: it has no tokens.", param=prompt)
-    if left < 1:
-        raise _too_long(model, str(prompt_len), prompt)
-    if asked is None:
-        return min(default, left)
-    if asked > left:
-        raise ContextLengthError(
-            f"This model's maximum context length is {model.max_model_len} tokens. However, you requested "
-            f"{prompt_len + asked} tokens ({prompt_len} in '{prompt}', {asked} in '{param}'). "
-            f"Shorten '{prompt}', or set '{param}' to {left} or less.",
-            param=param,
-            code="context_length_exceeded",
-        )
-    return asked
-
-
-def _too_long(model: ServedModel, prompt_len: str, param: str) -> ContextLengthError:
-    return ContextLengthError(
-        f"This model's maximum context length is {model.max_model_len} tokens. However, '{param}' has "
-        f"{prompt_len} tokens, and an answer needs room for one more. Shorten '{param}'.",
-        param=param,
-        code="context_length_exceeded",
     )

@@ -10,6 +10,7 @@ import jaxserve
 from jaxserve.errors import ModelNotFoundError
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate
+from jaxserve.tokenizer.infill import Infill, find_infill
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ServedModel:
     vocab_size: int
     created: int  # Unix seconds
     chat_template: ChatTemplate | None = None
-    max_prompts: int = 1024  # in one completion request
+    max_choices: int = 1024  # of one request: prompts times n, or times best_of
 
     @property
     def name(self) -> str:
@@ -48,6 +49,11 @@ class ServedModel:
         """`system_fingerprint`: changes when the software or the model behind the name does."""
         parts = (jaxserve.__version__, self.name, str(self.vocab_size), str(self.max_model_len))
         return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+
+    @cached_property
+    def infill(self) -> Infill | None:
+        """The tokens for filling in the middle, where the model has them."""
+        return find_infill(self.tokenizer)
 
     @cached_property
     def max_token_bytes(self) -> int:

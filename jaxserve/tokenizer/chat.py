@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
@@ -29,6 +31,11 @@ class ChatTemplate:
             raise TokenizerError(f"chat template, line {error.lineno}: {error.message}") from error
         except (TemplateError, RecursionError) as error:
             raise TokenizerError(f"chat template: {error}") from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that a client may set: what the template reads and a request has no field for."""
+        return sandbox.variables_of(self.source) - _OURS - {"tools"}
 
     def render(
         self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
@@ -84,11 +91,15 @@ def encode_chat(
     /,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_bos: bool = True,
     **kwargs: Any,
 ) -> list[int]:
     """Ids of the rendered conversation, with BOS once if the model wants it, whoever put it there.
 
-    Raises what `ChatTemplate.render` raises, and RequestError for a model without a template.
+    Without `add_bos` only the template puts it there. With `continue_final_message` the conversation ends
+    right after the text of the last message, whatever the template puts behind it. Raises what
+    `ChatTemplate.render` raises, and RequestError for a model without a template.
     """
     if template is None:
         raise RequestError(
@@ -97,8 +108,30 @@ def encode_chat(
             param="messages",
             code="no_chat_template",
         )
-    text = template.render(list(messages), add_generation_prompt=add_generation_prompt, **kwargs)
+    if continue_final_message:
+        text = _render_open(template, list(messages), **kwargs)
+    else:
+        text = template.render(list(messages), add_generation_prompt=add_generation_prompt, **kwargs)
     ids = tokenizer.encode(text, parse_special=True)
-    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+    if add_bos and tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids.insert(0, tokenizer.bos_id)
     return ids
+
+
+def _render_open(template: ChatTemplate, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    """The conversation up to the end of the last message's text.
+
+    A mark behind that text shows where it ends: looking for the text itself would miss one that the template
+    trims, and find one that the template says again.
+    """
+    mark = f"end{secrets.token_hex(16)}"
+    last = {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}
+    text = template.render([*messages[:-1], last], add_generation_prompt=False, **kwargs)
+    end = text.rfind(mark)
+    if end < 0:
+        raise RequestError(
+            "'continue_final_message' is not possible: this model's chat template does not show the final "
+            "message's text",
+            param="continue_final_message",
+        )
+    return text[:end].replace(mark, "")

@@ -18,6 +18,7 @@ from jinja2 import Template, nodes, pass_context
 from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -61,6 +62,12 @@ class Budget:
 def compile_template(source: str) -> Template:
     """Raises jinja2's TemplateError; SecurityError for what no chat template needs."""
     return _Sandbox().from_string(source)
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """The names that the template reads and that neither it nor the environment defines."""
+    environment = _Sandbox()
+    return frozenset(find_undeclared_variables(environment.parse(source))) - environment.globals.keys()
 
 
 def render(template: Template, variables: dict[str, Any]) -> str:

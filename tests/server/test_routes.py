@@ -161,7 +161,7 @@ ERRORS: list[tuple[str, str, Any, dict[str, str], int, str | None, str]] = [
     ("POST", BOTH[0], {"prompt": "x", "max_tokens": 0}, {}, 400, "max_tokens", "at least 1"),
     ("POST", BOTH[0], {"prompt": "x", "stop": [""]}, {}, 400, "stop", "empty string"),
     ("POST", BOTH[0], {"prompt": "x", "stop_token_ids": [10**6]}, {}, 400, "stop_token_ids[0]", "vocabulary"),
-    ("POST", BOTH[0], {"prompt": "x", "n": 2}, {}, 400, "n", "not supported"),
+    ("POST", BOTH[0], {"prompt": "x", "store": True}, {}, 400, "store", "not supported"),
     ("POST", BOTH[0], {"prompt": text_prompt(N)}, {}, 400, "prompt", f"maximum context length is {N} tokens"),
     ("POST", BOTH[0], {"prompt": "a" * 2**21}, {}, 400, "prompt", f"maximum context length is {N} tokens"),
     ("POST", BOTH[0], {"prompt": "hi", "max_tokens": N - 1}, {}, 400, "max_tokens", f"requested {N + 1}"),

@@ -21,6 +21,8 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None  # beats max_tokens
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 REFUSED_CHAT = REFUSED | {
@@ -31,14 +33,17 @@ REFUSED_CHAT = REFUSED | {
     "parallel_tool_calls": (False, True),  # without tools both mean nothing
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "chat_template": (),  # it would be the client's code
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
     "echo": (False,),
-    "add_special_tokens": (False,),
 }
 REFUSED_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from pydantic import Field
+
 from jaxserve.server.schema.body import object_of, validate
-from jaxserve.server.schema.fields import Prompts
-from jaxserve.server.schema.generation import REFUSED, GenerationBody
+from jaxserve.server.schema.fields import Int, Prompts
+from jaxserve.server.schema.generation import MAX_CHOICES, REFUSED, GenerationBody
 
 
 class CompletionBody(GenerationBody):
     prompt: Prompts
+    max_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = None  # 0 only with `echo`
+    echo: bool = False
+    suffix: str | None = None
+    best_of: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
 
-REFUSED_COMPLETION = REFUSED | {
-    "echo": (False,),
-    "suffix": ("",),
+REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = REFUSED | {
     "logprobs": (),
-    "add_special_tokens": (True,),
 }
 
 

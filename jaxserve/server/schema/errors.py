@@ -57,9 +57,11 @@ def request_error(error: ErrorDetails) -> RequestError:
     elif kind in ("string_too_short", "string_too_long"):
         bound = f"at least {ctx['min_length']}" if "min_length" in ctx else f"at most {ctx['max_length']}"
         text = f"'{path}' must have {bound} characters, got {value}"
+    elif kind == "string_pattern_mismatch":
+        text = f"'{path}' must match {ctx['pattern']}, got {value}"
     elif kind in ("too_short", "too_long"):
         bound = f"at least {ctx['min_length']}" if kind == "too_short" else f"at most {ctx['max_length']}"
-        text = f"'{path}' must have {bound} items, got {ctx['actual_length']}"
+        text = f"'{path}' must have {bound} items, got {len(error['input'])}"
     else:
         text = f"'{path}': {error['msg']}, got {value}"
     return RequestError(text + ".", param=param, code="invalid_value")

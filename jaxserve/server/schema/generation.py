@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
@@ -13,11 +13,18 @@ from jaxserve.server.schema.sampling import SamplingBody
 MAX_STOP_TOKEN_IDS = 64
 MAX_SALT_CHARS = 256
 MAX_PRIORITY = 1000
+MAX_CHOICES = 128  # of one prompt
+MAX_LABELS = 16  # pairs of `metadata`
+
+
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+Label = Annotated[str, Field(max_length=64)]
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False  # padding against traffic analysis: not there
 
 
 class GenerationBody(SamplingBody):
@@ -25,6 +32,10 @@ class GenerationBody(SamplingBody):
 
     model: str | None = None  # absent: the model that is served
     max_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
+    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] = 1
+    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool = True
+    return_token_ids: bool = False
     stop: StopStrings = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS), FailFast()] = []
     ignore_eos: bool = False
@@ -35,13 +46,16 @@ class GenerationBody(SamplingBody):
     priority: Annotated[Int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None  # seconds from arrival to the last token
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    user: str | None = None  # the client's own label of its end user; nothing depends on it
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None  # a part of the answer's id
+    # Labels and hints of the client's own. Nothing depends on them here, and nothing should.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_LABELS)] = {}
+    prompt_cache_key: str | None = None  # prefixes are found by their tokens alone
 
 
 # Known fields that are not honoured, and the values that ask for nothing; null is always one of them.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -50,10 +64,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "prompt_logprobs": (False,),
-    "return_token_ids": (False,),
-    "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "request_id": (),
     "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "store": (False,),  # nothing is kept
+    "service_tier": ("auto", "default"),
 }
