@@ -71,5 +71,9 @@ class TokenizerError(JaxserveError):
     """Tokenizer data or a chat template that is missing, corrupt or can't be applied."""
 
 
+class GrammarError(JaxserveError):
+    """A grammar that can't be compiled, or an answer that can't go on by its grammar."""
+
+
 class OutOfPages(JaxserveError):
     """The KV page pool holds fewer free pages than were asked for."""
