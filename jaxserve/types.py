@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 WaitReason = Literal["slots", "pages"]
 
+# How much of a request's wishes the device keeps for a slot.
+MAX_LOGIT_BIAS = 1024  # ids of `logit_bias`
+MAX_BAD_WORD_SEQUENCES, MAX_BAD_WORD_TOKENS = 256, 16  # of `bad_words`, and the longest of them
+MAX_MASKED_END_IDS = 128  # that `min_tokens` holds back: end-of-sequence ids and `stop_token_ids`
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -32,9 +37,29 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    # What changes the logits, in the order of ops/shaping.py, which says what each does.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), each id once
+    repetition_penalty: float = 1.0  # of tokens of prompt and output; 1 is off
+    frequency_penalty: float = 0.0  # of output tokens, for each time they came
+    presence_penalty: float = 0.0  # of output tokens, once
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of ids that the output shall not have
+    min_tokens: int = 0  # no end-of-sequence id, stop token or stop string ends the output before
+    allowed_token_ids: frozenset[int] | None = None  # None: all
     # How many of the likeliest tokens to tell of beside each token itself; 0: only of itself; None: nothing.
     logprobs: int | None = None  # of generated tokens
     prompt_logprobs: int | None = None  # of prompt tokens; a prefix hit never covers what is yet to be told
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether tokens are picked from other logits than the model's."""
+        return bool(
+            self.has_penalties or self.logit_bias or self.bad_words or self.min_tokens
+            or self.allowed_token_ids is not None
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
