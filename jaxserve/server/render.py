@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from jaxserve.server.openai import Generation
 from jaxserve.types import Event
 
+compact = partial(json.dumps, separators=(",", ":"))
+
 
 @dataclass(slots=True)
 class Choice:
-    """What is known of one choice so far."""
+    """What is known so far of one answer to a prompt."""
 
+    prompt: int  # number of the prompt
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    texts: list[str] = field(default_factory=list)  # kept for the answer that is not streamed
+    # Kept for the answer that is not streamed.
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     last: Event | None = None  # the event that ended it
 
     def count(self, event: Event) -> None:
@@ -35,14 +41,16 @@ class Choice:
         return usage([self])
 
 
-def usage(choices: list[Choice]) -> dict[str, Any]:
-    prompt = sum(choice.num_prompt_tokens for choice in choices)
+def usage(choices: list[Choice], num_candidates: int = 1) -> dict[str, Any]:
+    """Each prompt counts once, however many of the `choices`, which stand together, answer it."""
+    firsts = choices[::num_candidates]
+    prompt = sum(choice.num_prompt_tokens for choice in firsts)
     output = sum(choice.num_output_tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in choices)},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
     }
 
 
@@ -51,15 +59,19 @@ class Renderer(ABC):
 
     object: str  # of the whole answer
     chunk_object: str
-    _opening: str | None = None  # the chunk before a choice's first text
 
     def __init__(self, generation: Generation):
         self._generation = generation
-        self.choices = [Choice(len(request.prompt_ids)) for request in generation.requests]
+        # Whether each token shows in the chunks, so that one without text needs a chunk too.
+        self._shows_tokens = generation.return_token_ids
+        self.choices = [
+            Choice(i // generation.num_candidates, len(request.prompt_ids))
+            for i, request in enumerate(generation.requests)
+        ]
         self._begun = [False] * len(self.choices)
         self._head = self._head_of(self.chunk_object) + ',"choices":['
         # With include_usage every chunk but the last says "usage": null, as at OpenAI.
-        self._tail = '],"usage":null}' if generation.include_usage else "]}"
+        self._tail = ',"usage":null}' if generation.include_usage else "}"
 
     def _head_of(self, kind: str) -> str:
         g = self._generation
@@ -73,15 +85,15 @@ class Renderer(ABC):
 
     def chunks(self, index: int, event: Event) -> list[str]:
         """The chunks that tell of `event`: none when there is nothing to show yet."""
+        event = self._shown(event)
         choice = self.choices[index]
         choice.count(event)
         chunks = []
         if not self._begun[index]:
             self._begun[index] = True
-            if self._opening is not None:
-                chunks.append(self._chunk(index, self._opening, choice))
-        if event.text:
-            chunks.append(self._chunk(index, self._delta(event.text), choice))
+            chunks += self._open(index, choice)
+        if event.text or (self._shows_tokens and event.token_ids):
+            chunks.append(self._chunk(index, self._delta(index, event), choice))
         if event.finish_reason is not None:
             choice.last = event
             chunks.append(self._chunk(index, self._finish(event), choice))
@@ -89,31 +101,68 @@ class Renderer(ABC):
 
     def collect(self, index: int, event: Event) -> None:
         """Take `event` into the answer that `response` will give."""
+        event = self._shown(event)
         choice = self.choices[index]
         choice.count(event)
         if event.text:
             choice.texts.append(event.text)
+        if self._generation.return_token_ids:
+            choice.token_ids += event.token_ids
         if event.finish_reason is not None:
             choice.last = event
 
     def response(self) -> str:
         """The whole answer; every choice has ended."""
-        choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
-        rest = json.dumps({"choices": choices, "usage": usage(self.choices)}, separators=(",", ":"))
-        return f"{self._head_of(self.object)},{rest[1:]}"
+        rest = {
+            **self._whole_extras(),
+            "choices": [self._whole(index, choice) for index, choice in enumerate(self._chosen())],
+            "usage": self._usage(),
+        }
+        return f"{self._head_of(self.object)},{compact(rest)[1:]}"
 
     def usage_chunk(self) -> str:
         """The last chunk of a stream that was asked for usage."""
-        return f'{self._head}],"usage":{json.dumps(usage(self.choices), separators=(",", ":"))}}}'
+        return f'{self._head}],"usage":{compact(self._usage())}}}'
 
-    def _chunk(self, index: int, choice_json: str, choice: Choice) -> str:
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.choices, self._generation.num_candidates)
+
+    def _shown(self, event: Event) -> Event:
+        """The event without what was generated, where only the prompt is asked for."""
+        if not self._generation.prompt_only:
+            return event
+        reason = event.finish_reason and ("length" if event.finish_reason == "stop" else event.finish_reason)
+        return replace(
+            event, token_ids=(), text="", finish_reason=reason, stop_reason=None, num_output_tokens=0
+        )
+
+    def _chosen(self) -> list[Choice]:
+        """The choices to give: the best `n` candidates of each prompt, the best one first."""
+        return self.choices
+
+    def _prompt_ids(self, prompt: int) -> tuple[int, ...]:
+        return self._generation.requests[prompt * self._generation.num_candidates].prompt_ids
+
+    def _token_ids(self, event: Event) -> str:
+        """The field of a chunk that tells the ids behind its text, where it was asked for."""
+        return f',"token_ids":{compact(event.token_ids)}' if self._generation.return_token_ids else ""
+
+    def _chunk(self, index: int, choice_json: str, choice: Choice, extras: str = "") -> str:
         tail = self._tail
         if self._generation.continuous_usage:
-            tail = f'],"usage":{json.dumps(choice.usage(), separators=(",", ":"))}}}'
-        return f'{self._head}{{"index":{index},{choice_json}}}{tail}'
+            tail = f',"usage":{compact(choice.usage())}}}'
+        return f'{self._head}{{"index":{index},{choice_json}}}]{extras}{tail}'
+
+    def _whole_extras(self) -> dict[str, Any]:
+        """Further fields of the whole answer."""
+        return {}
 
     @abstractmethod
-    def _delta(self, text: str) -> str: ...
+    def _open(self, index: int, choice: Choice) -> list[str]:
+        """The chunks before a choice's first text."""
+
+    @abstractmethod
+    def _delta(self, index: int, event: Event) -> str: ...
 
     @abstractmethod
     def _finish(self, event: Event) -> str: ...
@@ -125,8 +174,18 @@ class Renderer(ABC):
 class CompletionRenderer(Renderer):
     object = chunk_object = "text_completion"
 
-    def _delta(self, text: str) -> str:
-        return f'"text":{quote(text)},"logprobs":null,"finish_reason":null,"stop_reason":null'
+    def _open(self, index: int, choice: Choice) -> list[str]:
+        echo, wants_ids = self._echo(choice), self._generation.return_token_ids
+        if not (echo or wants_ids):
+            return []
+        opening = f'"text":{quote(echo)},"logprobs":null,"finish_reason":null,"stop_reason":null'
+        if wants_ids:
+            opening += f',"prompt_token_ids":{compact(self._prompt_ids(choice.prompt))},"token_ids":[]'
+        return [self._chunk(index, opening, choice)]
+
+    def _delta(self, index: int, event: Event) -> str:
+        text = f'"text":{quote(event.text)},"logprobs":null,"finish_reason":null,"stop_reason":null'
+        return text + self._token_ids(event)
 
     def _finish(self, event: Event) -> str:
         reason, stop = json.dumps(event.finish_reason), json.dumps(event.stop_reason)
@@ -134,22 +193,40 @@ class CompletionRenderer(Renderer):
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
+        ids: dict[str, Any] = {}
+        if self._generation.return_token_ids:
+            ids = {"prompt_token_ids": self._prompt_ids(choice.prompt), "token_ids": choice.token_ids}
         return {
             "index": index,
-            "text": "".join(choice.texts),
+            "text": self._echo(choice) + "".join(choice.texts),
             "logprobs": None,
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
+            **ids,
         }
+
+    def _echo(self, choice: Choice) -> str:
+        echoes = self._generation.echoes
+        return "" if echoes is None else echoes[choice.prompt]
 
 
 class ChatRenderer(Renderer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    _opening = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 
-    def _delta(self, text: str) -> str:
-        return f'"delta":{{"content":{quote(text)}}},"logprobs":null,"finish_reason":null'
+    def _whole_extras(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_ids(0)} if self._generation.return_token_ids else {}
+
+    def _open(self, index: int, choice: Choice) -> list[str]:
+        opening = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        extras = ""
+        if self._generation.return_token_ids:
+            extras = f',"prompt_token_ids":{compact(self._prompt_ids(choice.prompt))}'
+        return [self._chunk(index, opening, choice, extras)]
+
+    def _delta(self, index: int, event: Event) -> str:
+        delta = f'"delta":{{"content":{quote(event.text)}}},"logprobs":null,"finish_reason":null'
+        return delta + self._token_ids(event)
 
     def _finish(self, event: Event) -> str:
         reason, stop = json.dumps(event.finish_reason), json.dumps(event.stop_reason)
@@ -168,6 +245,7 @@ class ChatRenderer(Renderer):
             "logprobs": None,
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
+            **({"token_ids": choice.token_ids} if self._generation.return_token_ids else {}),
         }
 
 
