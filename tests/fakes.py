@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import Plan, Row, Step, StepResult
+from jaxserve.engine.plan import MAX_END_IDS, Plan, Row, Step, StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.types import SamplingParams
 
 UNWRITTEN = -1
-GARBAGE = -7  # what padding rows write, and what rows that don't sample return
+GARBAGE = -7  # what padding rows write, and what rows that don't sample or are skipped return
 
 EOS, BOS, TURN = 0, 1, 2
 
@@ -88,8 +88,14 @@ class _Slot:
 
     params: SamplingParams
     page_table: list[int]
+    end_ids: tuple[int, ...] = ()
     context_len: int = 0
     last_id: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether decode rows are skipped."""
+        return self.last_id in self.end_ids
 
 
 class FakeRunner:
@@ -107,6 +113,7 @@ class FakeRunner:
         self.slots: list[_Slot | None] = [None] * config.max_num_seqs
         self.plans: list[Plan] = []
         self.most_in_flight = 0
+        self.num_skipped = 0  # rows of slots that had ended
         self._scheduler: Scheduler | None = None
         self._in_flight: deque[tuple[int, tuple[StepResult, ...]]] = deque()
 
@@ -144,9 +151,14 @@ class FakeRunner:
     def _step(self, step: Step) -> StepResult:
         self._check_shape(step)
         slots = [self._update_slot(row) for row in step.rows]
-        self._write(step, slots)
+        skipped = [step.kind == "decode" and slot.has_ended for slot in slots]
+        self._write(step, [None if skip else slot for skip, slot in zip(skipped, slots)])
         sampled = []
-        for row, slot in zip(step.rows, slots):
+        for row, slot, skip in zip(step.rows, slots, skipped):
+            if skip:
+                self.num_skipped += 1
+                sampled.append(GARBAGE)
+                continue
             slot.context_len = row.start + row.query_len
             if not row.sample:
                 sampled.append(GARBAGE)
@@ -180,10 +192,11 @@ class FakeRunner:
     def _update_slot(self, row: Row) -> _Slot:
         if row.params is not None:
             assert row.first_page == 0
-            self.slots[row.slot] = _Slot(row.params, [])
+            assert len(row.end_ids) <= MAX_END_IDS
+            self.slots[row.slot] = _Slot(row.params, [], row.end_ids)
         slot = self.slots[row.slot]
         assert slot is not None, f"slot {row.slot} was never given parameters"
-        if row.start != slot.context_len:  # some of the context was computed for others
+        if row.start != slot.context_len and not slot.has_ended:  # some of it was computed for others
             assert row.start > slot.context_len, f"row starts at {row.start}, slot has {slot.context_len}"
             assert row.tokens is not None, "a decode row can't skip positions"
             assert row.start % self.config.page_size == 0, "a page would be shared in part"
@@ -216,10 +229,12 @@ class FakeRunner:
                 assert kv.pool.num_holders(page) == 1, f"page {page} is written while others hold it"
                 assert page not in kv.prefix, f"page {page} is written while it is in the prefix cache"
 
-    def _write(self, step: Step, slots: list[_Slot]) -> None:
+    def _write(self, step: Step, slots: list[_Slot | None]) -> None:
         page_size = self.config.page_size
         writers: dict[int, int] = {}
         for row, slot in zip(step.rows, slots):
+            if slot is None:
+                continue
             tokens = row.tokens
             if tokens is None:
                 assert slot.last_id is not None, "decode before anything was sampled"
@@ -228,7 +243,7 @@ class FakeRunner:
                 page = slot.page_table[position // page_size]
                 assert writers.setdefault(page, row.slot) == row.slot, f"two rows write page {page}"
                 self.memory[page][position % page_size] = token
-        if len(step.rows) < step.batch:
+        if len(step.rows) < step.batch or None in slots:
             self.memory[0] = [GARBAGE] * page_size
 
     def _read(self, slot: _Slot, position: int) -> int:

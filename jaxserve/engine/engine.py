@@ -24,6 +24,7 @@ from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline
 
 logger = logging.getLogger(__name__)
 
+DIVERGED = "the answer could not be repeated after a preemption: the device is not deterministic"
 GRACE_S = 10.0  # how long past a deadline the engine thread may be held up by the device
 
 
@@ -68,7 +69,7 @@ class Engine:
         self._turn_began_s: float | None = None  # None between turns
         self._watchdog = Watchdog(config.step_timeout_s, lambda: self._turn_began_s)
         # From here on owned by the engine thread.
-        self._scheduler = Scheduler(config)
+        self._scheduler = Scheduler(config, self._eos_ids)
         self._live: dict[str, _Live] = {}
         self._deadlines = Deadlines(config.queue_timeout_s)
         self._throughput = Throughput()
@@ -248,6 +249,10 @@ class Engine:
         """Turn sampled ids into events. What goes wrong with one request's text ends that request only."""
         for seq, token_id in sampled:
             live = self._live[seq.request.request_id]
+            if seq.has_diverged:
+                logger.error("request %s: after a preemption the device gave other ids", seq.request.request_id)
+                self._end(live, "error", now, error=DIVERGED)
+                continue
             try:
                 text, finish_reason, stop_reason = live.output.add(token_id)
             except Exception as error:

@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from jaxserve.types import SamplingParams
+from jaxserve.types import SamplingParams, TokenLogprobs
+
+MAX_END_IDS = 16  # that the device knows of a slot; an end at a further one comes to light on the host
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What shaping a slot's logits starts from: the ids that are in its cache once it samples."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]  # none, unless the sequence goes on after a preemption
+    end_ids: tuple[int, ...]  # of tokens that must not come before `min_tokens`, at most MAX_MASKED_END_IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,8 @@ class Row:
                           in cache   written by this step
 
     A decode row feeds the token the device sampled last for this slot, so the host need not know it yet.
+    Once that was one of the slot's `end_ids`, the device skips the slot's rows: nothing is written, and the
+    ids that come back for them mean nothing.
     """
 
     slot: int
@@ -30,6 +43,11 @@ class Row:
     new_pages: tuple[int, ...]  # pages gained since the slot's last row; a new slot's first row has all
     sample: bool  # the last query's logits yield a token (false for all but a prompt's last chunk)
     params: SamplingParams | None  # on the slot's first row; the device keeps them for the slot
+    end_ids: tuple[int, ...] = ()  # the same; ids that end the sequence, at most MAX_END_IDS of them
+    history: History | None = None  # the same; for `params` that are `is_shaped`, and only for those
+    # Prompt ids to score, each after its query: the first one after query `first_target`.
+    targets: tuple[int, ...] = ()
+    first_target: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,9 @@ class StepResult:
     """Sampled ids of one step, one per row of the step; meaningful where `row.sample`."""
 
     token_ids: tuple[int, ...]
+    # By row, where its sequence asked for log-probabilities; () when no row did.
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the sampled id
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of the row's targets
 
 
 class Runner(Protocol):

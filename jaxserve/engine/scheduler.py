@@ -10,10 +10,10 @@ from jaxserve.engine.admission import Admission
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.kv_pages import KVPages
 from jaxserve.engine.packing import pack
-from jaxserve.engine.plan import Plan, Row, Step, StepResult
+from jaxserve.engine.plan import MAX_END_IDS, History, Plan, Row, Step, StepResult
 from jaxserve.engine.queue import WaitingQueue, rank
 from jaxserve.engine.sequence import Rank, Sequence, SequenceState
-from jaxserve.types import Request, WaitReason
+from jaxserve.types import Request, SamplingParams, WaitReason
 
 
 class Scheduler:
@@ -35,17 +35,21 @@ class Scheduler:
     This is safe because the device runs steps in the order of launching. The stale row writes its KV
     before any later plan, and only a later plan can give its page or slot to somebody else, whose own
     rows write every position before reading it and, by their first row, replace the slot's state. Only
-    the stale row's id has to be dropped, which `apply` does.
+    the stale row's id has to be dropped, which `apply` does. After an end by id the device, which knows the
+    ids that end a sequence, skips the stale row by itself.
 
     Pages are taken one by one as positions are reached. Unless all of them were reserved on admission,
     they can run out. Then sequences are preempted: they lose slot and pages, wait in the place in line
     that they had, and are computed again from their tokens, which are the same, so their output is too. The
     first in line of those who run is spared, so somebody always gets on. Of the others the one of lowest
-    priority goes, and of these the one with least to compute again.
+    priority goes, and of these the one with least to compute again. A deterministic engine computes the prompt
+    again in the chunks of the first time and its answer token by token, as then, for the KV of a decode step
+    has other bits than that of a prefill; ids that come back a second time are not told again.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, eos_ids: frozenset[int] = frozenset()):
         self._config = config
+        self._eos_ids = eos_ids
         self._kv = KVPages(config)
         self._most_chunk_pages = config.pages_for(config.max_chunk) + 1
         self._free_slots = list(reversed(range(config.max_num_seqs)))  # the lowest is on top
@@ -111,7 +115,8 @@ class Scheduler:
         # The last token is sampled but never fed, so it has no cache position.
         most_cached = len(request.prompt_ids) + request.params.max_tokens - 1
         place = rank(request, self._num_added, self._config.scheduling_policy)
-        seq = Sequence(request, self._config.pages_for(most_cached), place)
+        end_ids = self._end_ids(request.params)
+        seq = Sequence(request, self._config.pages_for(most_cached), place, end_ids)
         assert seq.most_pages <= self._config.pages_per_seq, f"{seq} is over max_model_len"
         self._num_added += 1
         self._waiting.add(seq)
@@ -130,7 +135,7 @@ class Scheduler:
             if not self._free_slots:
                 self.wait_reason = "slots"
                 break
-            if seq.num_launched_outputs > len(seq.output_ids):
+            if seq.num_launched_outputs > seq.num_read_outputs:
                 break  # preempted a moment ago: the ids it goes on from are still on the device
             if not self._admission.admits(seq, self._running()):
                 self.wait_reason = "pages"
@@ -140,7 +145,9 @@ class Scheduler:
             seq.state = SequenceState.PREFILL
             if seq.admitted_s is None:
                 seq.admitted_s = now
-            seq.num_to_prefill = seq.num_prompt + len(seq.output_ids)
+            if self._config.deterministic:
+                seq.replay()
+            seq.num_to_prefill = seq.num_prompt + seq.num_launched_outputs
             self._slots[seq.slot] = seq
             self._prefilling[seq.slot] = seq
             self._kv.begin(seq)
@@ -203,12 +210,18 @@ class Scheduler:
             )
             for row, token_id, seq in zip(step.rows, result.token_ids, owners):
                 if row.sample and seq.state is not SequenceState.FINISHED:
+                    seq.num_read_outputs += 1
+                    if seq.num_read_outputs <= len(seq.output_ids):  # a replay: it is known, and told
+                        if token_id != seq.output_ids[seq.num_read_outputs - 1]:
+                            seq.has_diverged = True
+                            sampled.append((seq, token_id))
+                        continue
                     if seq.first_token_s is None:
                         seq.first_token_s = now
                     seq.last_token_s = now
                     seq.output_ids.append(token_id)
-                    if seq.register_at <= seq.num_prompt + len(seq.output_ids):
-                        self._kv.register(seq)
+                    if seq.register_at <= seq.num_prompt + len(seq.output_ids) and token_id not in seq.end_ids:
+                        self._kv.register(seq)  # an id that ends the sequence is never written
                     sampled.append((seq, token_id))
         return sampled
 
@@ -312,7 +325,12 @@ class Scheduler:
             return None
         room = self._kv.pool.num_free - self._num_decode_pages()
         candidates, chunks = [], []
+        groups: set[str] = set()  # of those who go on here or wait for pages themselves
         for seq in sorted(self._prefilling.values(), key=_rank_of):
+            if (group := seq.request.group) is not None:
+                if group in groups and self._kv.can_adopt_more(seq):
+                    continue  # the first of the group computes these pages for all
+                groups.add(group)
             chunk = self._chunk(seq)
             num_pages = self._num_chunk_pages(seq, chunk)
             if num_pages <= room:
@@ -339,7 +357,23 @@ class Scheduler:
             new_pages=new_pages,
             sample=end == seq.num_to_prefill,
             params=None if seq.num_told_pages else seq.request.params,
+            end_ids=() if seq.num_told_pages else seq.end_ids,
+            history=None if seq.num_told_pages else self._history(seq),
         )
+
+    def _history(self, seq: Sequence) -> History | None:
+        params = seq.request.params
+        if not params.is_shaped:
+            return None
+        output_ids = tuple(seq.output_ids[: seq.num_to_prefill - seq.num_prompt])
+        # As in vLLM, with `ignore_eos` too: the text would go another way after an EOS.
+        end_ids = tuple(sorted(self._eos_ids | params.stop_token_ids)) if params.min_tokens else ()
+        return History(seq.request.prompt_ids, output_ids, end_ids)
+
+    def _end_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Ids after which the device skips the rows of a sequence, as many as it can keep."""
+        eos_ids = frozenset() if params.ignore_eos else self._eos_ids
+        return (*sorted(eos_ids), *sorted(params.stop_token_ids - eos_ids))[:MAX_END_IDS]
 
     def _decode_step(self) -> Step | None:
         """A row of everybody who decodes; whoever's new page is not free sits out."""

@@ -28,18 +28,24 @@ class Sequence:
         prompt_ids ............ output_ids ... ids not read yet
         0                       num_prompt     num_prompt + num_launched_outputs
         in cache: [0, num_cached) once the launched steps have run
+
+    After `replay` the device goes through the same positions once more, and is behind `output_ids` until
+    `num_read_outputs` has caught up.
     """
 
     __slots__ = (
         "admitted_s",
         "chain",
+        "end_ids",
         "first_token_s",
+        "has_diverged",
         "last_token_s",
         "most_pages",
         "num_cached",
         "num_hit",
         "num_launched_outputs",
         "num_prompt",
+        "num_read_outputs",
         "num_to_prefill",
         "num_told_pages",
         "output_ids",
@@ -52,8 +58,9 @@ class Sequence:
         "state",
     )
 
-    def __init__(self, request: Request, most_pages: int, rank: Rank):
+    def __init__(self, request: Request, most_pages: int, rank: Rank, end_ids: tuple[int, ...] = ()):
         self.request = request
+        self.end_ids = end_ids  # after one of them the device skips the rows of this sequence
         self.num_prompt = len(request.prompt_ids)
         self.rank = rank
         self.num_to_prefill = self.num_prompt  # tokens to have in cache before one is sampled
@@ -68,7 +75,9 @@ class Sequence:
         self.num_cached = 0
         self.num_hit = 0  # prompt tokens that the prefix cache gave
         self.num_launched_outputs = 0
+        self.num_read_outputs = 0  # ids that came back since the sequence, or its replay, began
         self.output_ids: list[int] = []
+        self.has_diverged = False  # a replay gave another id than the one in output_ids; it ends at once
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -79,6 +88,10 @@ class Sequence:
             return self.request.prompt_ids[start:end]
         prompt = self.request.prompt_ids[start:]
         return prompt + tuple(self.output_ids[max(0, start - self.num_prompt) : end - self.num_prompt])
+
+    def replay(self) -> None:
+        """Begin again from the prompt. The ids that come back are known until they are as many as before."""
+        self.num_launched_outputs = self.num_read_outputs = 0
 
     def __repr__(self) -> str:
         return (

@@ -1,6 +1,6 @@
 """A Step as one packed int32 array: a single small upload a launch.
 
-A prefill row   | slot start query_len sample has_params first_page num_pages | params | pages | tokens |
+A prefill row   | slot start query_len sample has_params first_page num_pages | params | end_ids | pages | tokens |
 A decode row    | slot start query_len first_page num_pages page |
 
 Padding rows point at the trash slot with query_len 0.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import Row, Step
-from jaxserve.runtime.state import NUM_PARAMS, pack_params
+from jaxserve.engine.plan import MAX_END_IDS, Row, Step
+from jaxserve.runtime.state import ENDED, NUM_PARAMS, pack_params
 
 SLOT, START, QUERY_LEN, SAMPLE, HAS_PARAMS, FIRST_PAGE, NUM_PAGES = range(7)
 PREFILL_HEADER = 7
@@ -24,7 +24,7 @@ def packed_shape(kind: str, batch: int, queries: int, config: EngineConfig) -> t
     """Shape of the array that `pack` makes."""
     if kind == "decode":
         return batch, DECODE_COLUMNS
-    return batch, PREFILL_HEADER + NUM_PARAMS + config.pages_per_seq + queries
+    return batch, PREFILL_HEADER + NUM_PARAMS + MAX_END_IDS + config.pages_per_seq + queries
 
 
 def pack(step: Step, config: EngineConfig) -> np.ndarray:
@@ -55,7 +55,9 @@ def _fill_prefill_row(out: np.ndarray, row: Row, config: EngineConfig) -> None:
     at = PREFILL_HEADER
     if row.params is not None:
         out[at : at + NUM_PARAMS] = pack_params(row.params)
-    at += NUM_PARAMS
+        out[at + NUM_PARAMS : at + NUM_PARAMS + MAX_END_IDS] = ENDED
+        out[at + NUM_PARAMS : at + NUM_PARAMS + len(row.end_ids)] = row.end_ids
+    at += NUM_PARAMS + MAX_END_IDS
     out[at : at + len(row.new_pages)] = row.new_pages
     at += config.pages_per_seq
     out[at : at + row.query_len] = row.tokens

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.plan import MAX_END_IDS
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, KVCache
 from jaxserve.ops.paging import token_shape
@@ -19,14 +20,16 @@ from jaxserve.types import SamplingParams
 # Columns of a slot's sampling parameters, int32; floats and the seed's halves by their bits.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED_HIGH, SEED_LOW = range(6)
 NUM_PARAMS = 6
+ENDED = -1  # in place of the last id: the sequence has ended, its rows are skipped. No token has this id
 
 
 class SlotState(NamedTuple):
     """By slot. Row `max_num_seqs` is the trash slot, which padding rows read and write."""
 
-    last_id: jax.Array  # [S + 1] int32, sampled last: the input of the slot's next decode
+    last_id: jax.Array  # [S + 1] int32, sampled last: the input of the slot's next decode; or ENDED
     page_table: jax.Array  # [S + 1, P] int32
     params: jax.Array  # [S + 1, NUM_PARAMS] int32
+    end_ids: jax.Array  # [S + 1, MAX_END_IDS] int32, ids after which the sequence has ended; or ENDED
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: DType, lanes: int | None = None) -> int:
@@ -47,11 +50,11 @@ def kv_shapes(
 def state_shapes(config: EngineConfig) -> SlotState:
     """Shapes of the slot state, trash slot included."""
     slots = config.max_num_seqs + 1
-    rows = (slots,), (slots, config.pages_per_seq), (slots, NUM_PARAMS)
+    rows = (slots,), (slots, config.pages_per_seq), (slots, NUM_PARAMS), (slots, MAX_END_IDS)
     return SlotState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in rows))  # type: ignore[arg-type]
 
 
-def zeros(shapes: KVCache | SlotState) -> KVCache | SlotState:
+def zeros[Tree](shapes: Tree) -> Tree:
     """Fresh device arrays of `shapes`."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.plan import MAX_END_IDS
 from jaxserve.models.decoder import Batch, Decoder, KVCache
 from jaxserve.ops.backend import Backend
 from jaxserve.ops.sampling import greedy, sample
 from jaxserve.runtime import batch as layout
-from jaxserve.runtime.state import NUM_PARAMS, SlotState, unpack_params
+from jaxserve.runtime.state import ENDED, NUM_PARAMS, SlotState, unpack_params
 
 
 class Rows(NamedTuple):
@@ -31,16 +32,18 @@ class Rows(NamedTuple):
 
 
 Forward = Callable[
-    [list[jax.Array], KVCache, SlotState, jax.Array], tuple[KVCache, SlotState, jax.Array, Rows]
+    [list[jax.Array], KVCache, SlotState, jax.Array],
+    tuple[KVCache, SlotState, jax.Array, Rows, jax.Array | None],
 ]
 Sampler = Callable[[SlotState, jax.Array, Rows], tuple[SlotState, jax.Array]]
 
 
 def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backend) -> Forward:
-    """forward(leaves, kv, state, packed) -> (kv, state, logits [B, V], rows); kv and state are donated.
+    """forward(leaves, kv, state, packed) -> (kv, state, logits [B, V], rows, hidden).
 
-    `packed` is as in runtime/batch.py; `leaves` are the parameters in the order of
-    `jax.tree.leaves(nnx.split(model)[1])`. Logits are those of each row's last query.
+    kv and state are donated; `packed` is as in runtime/batch.py; `leaves` are the parameters in the order of
+    `jax.tree.leaves(nnx.split(model)[1])`. Logits are those of each row's last query. `hidden` [B * Q, H] is
+    what the logits of a prefill's other queries can be made from; None for decode.
     """
     graph, abstract = nnx.split(model)
     structure = jax.tree.structure(abstract)
@@ -48,7 +51,7 @@ def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backe
 
     def forward(
         leaves: list[jax.Array], kv: KVCache, state: SlotState, packed: jax.Array
-    ) -> tuple[KVCache, SlotState, jax.Array, Rows]:
+    ) -> tuple[KVCache, SlotState, jax.Array, Rows, jax.Array | None]:
         decoder = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
         slots = packed[:, layout.SLOT]
         state, tokens, query_lens, sampled = read(state, packed, config)
@@ -57,13 +60,16 @@ def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backe
         last = jnp.maximum(query_lens - 1, 0)[:, None, None]
         final = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # [B, H] only these rows need logits
         logits = decoder.logits(final, backend)
-        return kv, state, logits, Rows(slots, batch.start + query_lens, sampled)
+        rest = hidden.reshape(-1, hidden.shape[-1]) if kind == "prefill" else None
+        return kv, state, logits, Rows(slots, batch.start + query_lens, sampled), rest
 
     return forward
 
 
 def make_sampler(config: EngineConfig, *, random: bool) -> Sampler:
     """sampler(state, logits, rows) -> (state, ids [B]); state is donated, its last ids are set.
+
+    After one of a slot's end ids, the slot has ended: its further decode rows are skipped.
 
     Without `random` every row takes its likeliest token, whatever its parameters say.
     """
@@ -76,7 +82,9 @@ def make_sampler(config: EngineConfig, *, random: bool) -> Sampler:
             ids = greedy(logits)
         # A row that yields no token leaves its slot's last id alone.
         target = jnp.where(rows.sampled, rows.slots, trash)
-        return state._replace(last_id=state.last_id.at[target].set(ids, mode="promise_in_bounds")), ids
+        ends = jnp.any(state.end_ids[rows.slots] == ids[:, None], axis=-1)
+        last_id = state.last_id.at[target].set(jnp.where(ends, ENDED, ids), mode="promise_in_bounds")
+        return state._replace(last_id=last_id), ids
 
     return sampler
 
@@ -86,28 +94,34 @@ def _read_prefill(
 ) -> tuple[SlotState, jax.Array, jax.Array, jax.Array]:
     """The state with the rows' pages and parameters set; tokens [B, Q]; query_lens and sampled [B]."""
     P, trash = config.pages_per_seq, config.max_num_seqs
-    pages_at = layout.PREFILL_HEADER + NUM_PARAMS
+    end_ids_at = layout.PREFILL_HEADER + NUM_PARAMS
+    pages_at = end_ids_at + MAX_END_IDS
     slots = packed[:, layout.SLOT]
     new_pages = packed[:, pages_at : pages_at + P]
     columns = packed[:, layout.FIRST_PAGE, None] + jnp.arange(P)
     columns = jnp.where(jnp.arange(P) < packed[:, layout.NUM_PAGES, None], columns, P)  # P is out: dropped
     page_table = state.page_table.at[slots[:, None], columns].set(new_pages, mode="drop")
     has_params = packed[:, layout.HAS_PARAMS] > 0
-    params = state.params.at[jnp.where(has_params, slots, trash)].set(
-        packed[:, layout.PREFILL_HEADER : pages_at], mode="promise_in_bounds"
-    )
-    state = state._replace(page_table=page_table, params=params)
+    target = jnp.where(has_params, slots, trash)
+    new_params, new_end_ids = packed[:, layout.PREFILL_HEADER : end_ids_at], packed[:, end_ids_at:pages_at]
+    params = state.params.at[target].set(new_params, mode="promise_in_bounds")
+    end_ids = state.end_ids.at[target].set(new_end_ids, mode="promise_in_bounds")
+    state = state._replace(page_table=page_table, params=params, end_ids=end_ids)
     return state, packed[:, pages_at + P :], packed[:, layout.QUERY_LEN], packed[:, layout.SAMPLE] > 0
 
 
 def _read_decode(
     state: SlotState, packed: jax.Array, config: EngineConfig
 ) -> tuple[SlotState, jax.Array, jax.Array, jax.Array]:
-    """As `_read_prefill`; each row's one token is what its slot sampled last."""
+    """As `_read_prefill`; each row's one token is what its slot sampled last.
+
+    The host learns one step late that a sequence has ended. Its row then becomes one of padding.
+    """
     slots = packed[:, layout.D_SLOT]
     gained = packed[:, layout.D_NUM_PAGES] > 0
     column = jnp.where(gained, packed[:, layout.D_FIRST_PAGE], config.pages_per_seq)
     page_table = state.page_table.at[slots, column].set(packed[:, layout.D_PAGE], mode="drop")
-    query_lens = packed[:, layout.D_QUERY_LEN]
+    tokens = state.last_id[slots]
+    query_lens = jnp.where(tokens == ENDED, 0, packed[:, layout.D_QUERY_LEN])
     state = state._replace(page_table=page_table)
-    return state, state.last_id[slots][:, None], query_lens, query_lens > 0
+    return state, jnp.maximum(tokens, 0)[:, None], query_lens, query_lens > 0

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import Row, Step
+from jaxserve.engine.plan import MAX_END_IDS, Row, Step
 from jaxserve.runtime.batch import pack, packed_shape
-from jaxserve.runtime.state import NUM_PARAMS, pack_params
+from jaxserve.runtime.state import ENDED, NUM_PARAMS, pack_params
 from jaxserve.types import SamplingParams
 
 CONFIG = EngineConfig(max_model_len=50, num_pages=99, page_size=8, max_num_seqs=6, max_prefill_tokens=64)
@@ -39,9 +39,10 @@ def prefill_steps(draw: st.DrawFn) -> Step:
         first = draw(st.integers(0, P))
         pages = tuple(draw(st.lists(st.integers(1, 98), max_size=P - first)))
         given_params = draw(st.none() | params)
+        end_ids = tuple(draw(st.lists(ids, max_size=MAX_END_IDS))) if given_params else ()
         start = draw(st.integers(0, 40))
         rows.append(
-            Row(slot, start, len(tokens), tokens, first, pages, draw(st.booleans()), given_params)
+            Row(slot, start, len(tokens), tokens, first, pages, draw(st.booleans()), given_params, end_ids)
         )
     return Step("prefill", B, Q, tuple(rows))
 
@@ -60,7 +61,11 @@ def test_a_prefill_row_holds_header_parameters_pages_and_tokens(step):
         ]  # fmt: skip
         wanted = [0] * NUM_PARAMS if row.params is None else pack_params(row.params).tolist()
         assert line[:NUM_PARAMS] == wanted
-        pages, tokens = line[NUM_PARAMS : NUM_PARAMS + P], line[NUM_PARAMS + P :]
+        line = line[NUM_PARAMS:]
+        end_ids, line = line[:MAX_END_IDS], line[MAX_END_IDS:]
+        if row.params is not None:
+            assert end_ids == [*row.end_ids, *[ENDED] * (MAX_END_IDS - len(row.end_ids))]
+        pages, tokens = line[:P], line[P:]
         assert tuple(pages[: len(row.new_pages)]) == row.new_pages
         assert tuple(tokens[: row.query_len]) == row.tokens
         assert len(tokens) == step.queries

@@ -49,6 +49,6 @@ def test_a_positions_bytes_are_the_pools_bytes_over_its_positions(llama, dtype, 
 def test_there_is_a_trash_slot_beside_the_slots():
     config = EngineConfig(max_model_len=64, num_pages=11, page_size=8, max_num_seqs=3)
     state = zeros(state_shapes(config))
-    assert [array.shape[0] for array in state] == [4, 4, 4]
+    assert {array.shape[0] for array in state} == {4}
     assert state.page_table.shape[1] == config.pages_per_seq
     assert not any(array.any() for array in state)
