@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,40 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import Plan, Step, StepResult
+from jaxserve.engine.plan import History, Plan, Row, Step, StepResult
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, abstract_decoder
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
+from jaxserve.runtime import logprobs as scoring
+from jaxserve.runtime import shaping
 from jaxserve.runtime.executables import Executables, fingerprint, without_jax_cache
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
 from jaxserve.runtime.step import Rows, make_forward, make_sampler
+from jaxserve.types import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-Key = tuple[str, int, int]  # ("prefill" | "decode", B, Q), or ("greedy" | "random", B, 1) for sampling
-Handle = list[tuple[Step, jax.Array]]
+# ("prefill" | "decode", B, Q); ("greedy" | "random" | "logprobs" | "shape" | "count", B, 1); ("admit", 1, 1);
+# ("score", T, 1) for T = B * Q
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way, and the arrays that come back for it."""
+
+    step: Step
+    ids: jax.Array  # [B]
+    logprobs: jax.Array | None  # of the ids, packed as in runtime/logprobs.py; None: no row asks for them
+    scores: jax.Array | None  # of the rows' targets, the same
+    params: tuple[SamplingParams, ...]  # by row
+
+
+Handle = list[Launched]
+MaskSource = Callable[[Step], np.ndarray | None]
 
 
 class ModelRunner:
@@ -68,6 +88,10 @@ class ModelRunner:
         self._steps = prepare()
         self._kv: Any = zeros(kv)
         self._state: Any = zeros(state)
+        self._shaping: Any = zeros(shaping.shaping_shapes(config, model.vocab_size))
+        words = shaping.num_words(model.vocab_size)
+        batches = {batch for kind, batch, _ in self._steps if kind == "shape"}
+        self._no_mask = {n: jax.device_put(np.full((n, words), -1, np.int32)) for n in batches}
         try:
             self._try_out()
         except jax.errors.JaxRuntimeError as error:
@@ -76,43 +100,113 @@ class ModelRunner:
             executables.clear()
             self._steps = prepare()
             self._kv, self._state = zeros(kv), zeros(state)
+            self._shaping = zeros(shaping.shaping_shapes(config, model.vocab_size))
             self._try_out()
-        self._is_random = [False] * config.max_num_seqs  # by slot: its sampling parameters say so
+        self._is_shaped = [False] * config.max_num_seqs  # by slot: its first row brought a history
+        self._params = [SamplingParams(1)] * config.max_num_seqs  # by slot: what its first row brought
 
     def _try_out(self) -> None:
-        """Run the smallest decode step on rows that are all padding, and both samplers behind it."""
+        """Run the smallest decode step on rows that are all padding, and all that may follow it."""
         batch = self.config.decode_buckets[0]
         packed = layout.pack(Step("decode", batch, 1, ()), self.config)
-        self._kv, self._state, logits, rows = self._steps["decode", batch, 1](
+        self._kv, self._state, logits, rows, _ = self._steps["decode", batch, 1](
             self._leaves, self._kv, self._state, packed
         )
+        new = shaping.slot_shaping(SamplingParams(1), History((), (), ()), self.model.vocab_size)
+        self._shaping = self._steps["admit", 1, 1](self._shaping, np.int32(self.config.max_num_seqs), new)
+        logits = self._shape(Step("decode", batch, 1, ()), logits, rows, [], None)
         for kind in ("greedy", "random"):
             self._state, ids = self._steps[kind, batch, 1](self._state, logits, rows)
-        jax.block_until_ready(ids)
+        self._shaping = self._steps["count", batch, 1](self._shaping, rows, ids)
+        jax.block_until_ready(self._steps["logprobs", batch, 1](logits, ids))
 
-    def launch(self, plan: Plan) -> Handle:
-        """Start the plan's steps on the device, in order, and the copies of their ids to the host."""
+    def launch(self, plan: Plan, masks: MaskSource | None = None) -> Handle:
+        """Start the plan's steps on the device, in order, and the copies of their ids to the host.
+
+        `masks` is for grammars. It is called once a step, when the step's forward pass is launched and its
+        sampler isn't, and so has the time of a forward pass to fetch the ids of the launch before and to find
+        out what may follow them: `fetch` may be called inside. It returns int32 [B, num_words], B being
+        `step.batch`, in which bit i % 32 of word i // 32 allows id i: of row n of the step in row n, all ones
+        (-1) in a row without a grammar and in padding; or None when no row of the step has one.
+        """
         handle: Handle = []
         for step in plan.steps:
+            for row in step.rows:
+                if row.params is not None:
+                    self._params[row.slot] = row.params
+                    self._admit(row)
+            params = tuple(self._params[row.slot] for row in step.rows)
+            sampled = [one for row, one in zip(step.rows, params) if row.sample]
             forward = self._steps[step.kind, step.batch, step.queries]
-            sampler = self._steps[self._sampler_kind(step), step.batch, 1]
+            sampler = self._steps[sampler_kind(sampled), step.batch, 1]
             packed = layout.pack(step, self.config)
-            self._kv, self._state, logits, rows = forward(self._leaves, self._kv, self._state, packed)
-            self._state, ids = sampler(self._state, logits, rows)
+            self._kv, self._state, logits, rows, hidden = forward(
+                self._leaves, self._kv, self._state, packed
+            )
+            mask = None if masks is None else masks(step)
+            is_shaped = [row.sample and self._is_shaped[row.slot] for row in step.rows]
+            shaped = logits
+            if mask is not None or any(is_shaped):
+                shaped = self._shape(step, logits, rows, is_shaped, mask)
+            self._state, ids = sampler(self._state, shaped, rows)
             ids.copy_to_host_async()
-            handle.append((step, ids))
+            if any(is_shaped):
+                self._shaping = self._steps["count", step.batch, 1](self._shaping, rows, ids)
+            logprobs = None
+            if any(one.logprobs is not None for one in sampled):
+                logprobs = self._steps["logprobs", step.batch, 1](logits, ids)
+                logprobs.copy_to_host_async()
+            scores = self._score(step, hidden) if step.kind == "prefill" else None
+            handle.append(Launched(step, ids, logprobs, scores, params))
         return handle
 
-    def _sampler_kind(self, step: Step) -> str:
-        for row in step.rows:
-            if row.params is not None:
-                self._is_random[row.slot] = row.params.temperature > 0
-        is_random = self._is_random
-        return "random" if any(row.sample and is_random[row.slot] for row in step.rows) else "greedy"
+    def _admit(self, row: Row) -> None:
+        """Tell the device how to shape the logits of the row's slot, if the request wants that."""
+        assert row.params is not None
+        self._is_shaped[row.slot] = row.history is not None
+        if row.history is not None:
+            new = shaping.slot_shaping(row.params, row.history, self.model.vocab_size)
+            self._shaping = self._steps["admit", 1, 1](self._shaping, np.int32(row.slot), new)
+
+    def _shape(
+        self, step: Step, logits: jax.Array, rows: Rows, is_shaped: list[bool], mask: np.ndarray | None
+    ) -> jax.Array:
+        flags = np.zeros(step.batch, np.bool_)
+        flags[: len(is_shaped)] = is_shaped
+        if mask is None:
+            mask = self._no_mask[step.batch]
+        return self._steps["shape", step.batch, 1](self._shaping, logits, rows, flags, mask)
+
+    def _score(self, step: Step, hidden: jax.Array) -> jax.Array | None:
+        wanted = scoring.pack_targets(step, self.model.vocab_size)
+        if wanted is None:
+            return None
+        scores = self._steps["score", step.batch * step.queries, 1](self._leaves, hidden, wanted)
+        scores.copy_to_host_async()
+        return scores
 
     def fetch(self, handle: Handle) -> tuple[StepResult, ...]:
-        """Wait for the ids of a launch."""
-        return tuple(StepResult(tuple(np.asarray(ids)[: len(step.rows)].tolist())) for step, ids in handle)
+        """Wait for the ids of a launch, and the log-probabilities that were asked for."""
+        return tuple(map(_result, handle))
+
+
+def _result(launched: Launched) -> StepResult:
+    step = launched.step
+    ids = tuple(np.asarray(launched.ids)[: len(step.rows)].tolist())
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    if launched.logprobs is not None:
+        counts = [one.logprobs if row.sample else None for row, one in zip(step.rows, launched.params)]
+        logprobs = scoring.of_sampled(np.asarray(launched.logprobs), ids, counts)
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    if launched.scores is not None:
+        counts = [one.prompt_logprobs for one in launched.params]
+        prompt_logprobs = scoring.of_targets(np.asarray(launched.scores), step, counts)
+    return StepResult(ids, logprobs, prompt_logprobs)
+
+
+def sampler_kind(sampled: Iterable[SamplingParams]) -> str:
+    """Which sampler a step takes whose rows with these parameters yield tokens."""
+    return "random" if any(params.temperature > 0 for params in sampled) else "greedy"
 
 
 def shapes(config: EngineConfig) -> list[Key]:
@@ -120,10 +214,13 @@ def shapes(config: EngineConfig) -> list[Key]:
     prefill = [("prefill", batch, queries) for batch, queries in config.prefill_buckets]
     decode = [("decode", batch, 1) for batch in config.decode_buckets]
     batches = sorted({batch for _, batch, _ in prefill + decode})
+    num_tokens = sorted({batch * queries for _, batch, queries in prefill})
     return [
         *(("random", batch, 1) for batch in batches),
         *sorted(prefill + decode, key=lambda key: -key[1] * key[2]),
-        *(("greedy", batch, 1) for batch in batches),
+        *(("score", count, 1) for count in num_tokens),
+        *((kind, batch, 1) for kind in ("logprobs", "shape", "greedy", "count") for batch in batches),
+        ("admit", 1, 1),
     ]
 
 
@@ -188,24 +285,53 @@ def compile_steps(
         kind: jax.jit(make_sampler(config, random=kind == "random"), donate_argnums=0)
         for kind in ("greedy", "random")
     }
+    others = {
+        "admit": jax.jit(shaping.admit, donate_argnums=0),
+        "shape": jax.jit(shaping.shape),
+        "count": jax.jit(shaping.make_count(config), donate_argnums=0),
+        "logprobs": jax.jit(scoring.make_logprobs(config)),
+        "score": jax.jit(scoring.make_scorer(decoder, config, backend)),
+    }
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    vocab_size, hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
+    slots_shaping = shaping.shaping_shapes(config, vocab_size)
 
     def arguments(key: Key) -> tuple[Any, ...]:
         kind, batch, _ = key
         if kind in forward:
             return abstract, kv, state, jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
-        return state, jax.ShapeDtypeStruct((batch, decoder.config.vocab_size), jnp.float32), rows_of(batch)
+        if kind == "score":
+            wanted = jax.ShapeDtypeStruct((2, scoring.num_scored(batch, vocab_size)), jnp.int32)
+            return abstract, jax.ShapeDtypeStruct((batch, hidden_size), jnp.float32), wanted
+        if kind == "admit":
+            return slots_shaping, jax.ShapeDtypeStruct((), jnp.int32), shaping.slot_shapes(vocab_size)
+        logits, ids = (
+            jax.ShapeDtypeStruct((batch, *shape), dtype)
+            for shape, dtype in (((vocab_size,), jnp.float32), ((), jnp.int32))
+        )
+        if kind == "shape":
+            flags = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+            mask = jax.ShapeDtypeStruct((batch, shaping.num_words(vocab_size)), jnp.int32)
+            return slots_shaping, logits, rows_of(batch), flags, mask
+        if kind == "count":
+            return slots_shaping, rows_of(batch), ids
+        if kind == "logprobs":
+            return logits, ids
+        return state, logits, rows_of(batch)
 
     def result_tree(key: Key) -> Any:
         if key[0] in forward:
-            return jax.tree.structure((kv, state, 0, rows_of(key[1])))
-        return jax.tree.structure((state, 0))
+            return jax.tree.structure((kv, state, 0, rows_of(key[1]), 0 if key[0] == "prefill" else None))
+        if key[0] in ("admit", "count"):
+            return jax.tree.structure(slots_shaping)
+        return jax.tree.structure(0 if key[0] in others else (state, 0))
 
     def compile_one(key: Key) -> Any:
         args = arguments(key)
         found = executables.load(key, jax.tree.structure((args, {})), result_tree(key))
         if found is None:
-            found = {**forward, **sampler}[key[0]].lower(*args).compile()
+            found = {**forward, **sampler, **others}[key[0]].lower(*args).compile()
             executables.save(key, found)
         return found
 
