@@ -86,6 +86,14 @@ class KVPages:
         seq.num_cached = end
         seq.register_at = end + page_size
 
+    def can_adopt_more(self, seq: Sequence) -> bool:
+        """Whether the next page of its prompt need not be computed if another sequence computes it."""
+        chain = seq.chain
+        if chain is None or not chain.is_open or len(chain.entries) * self._page_size != seq.num_cached:
+            return False
+        end = min(seq.num_prompt, seq.num_to_prefill - 1)
+        return seq.num_cached < end - end % self._config.hit_alignment
+
     def _find(self, seq: Sequence, chain: Chain, start: int) -> list[CachedPage]:
         """The pages that the sequence can take over from position `start` on, where `chain` ends."""
         page_size = self._page_size

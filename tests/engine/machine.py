@@ -55,17 +55,19 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         salt=st.sampled_from([None, None, None, "tenant"]),
         copies=st.sampled_from([1, 1, 1, 2, 3]),
+        is_group=st.booleans(),
     )
-    def submit(self, stem, shared, own, max_tokens, seed, stop, priority, salt, copies) -> None:
+    def submit(self, stem, shared, own, max_tokens, seed, stop, priority, salt, copies, is_group) -> None:
         prompt = (*stem[:shared], *own)[: self.config.max_model_len - 1]
         params = SamplingParams(
             min(max_tokens, self.config.max_model_len - len(prompt)), temperature=0.5, seed=seed, stop=stop
         )
         if self.config.scheduling_policy == "fcfs":
             priority = 0
+        group = f"group of {len(self.requests)}" if copies > 1 and is_group else None
         for _ in range(copies):
             name = str(len(self.requests))
-            request = Request(name, prompt, params, 0.0, priority=priority, cache_salt=salt)
+            request = Request(name, prompt, params, 0.0, priority=priority, cache_salt=salt, group=group)
             try:
                 self.served.engine.submit(request)
             except QueueFullError:
