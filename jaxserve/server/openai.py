@@ -161,6 +161,8 @@ def _generation(
     requests: list[Request] = []
     for prompt, limit in zip(prompts, limits):
         params = _sampling(fields, limit)
+        if num_candidates > fields.n and params.logprobs is None:
+            params = replace(params, logprobs=0)  # they are ranked by it
         # Those of one prompt share its pages, whatever they are given to draw.
         group = f"{id}-{len(requests)}" if num_candidates > 1 else None
         for i in range(num_candidates):

@@ -28,6 +28,7 @@ class Choice:
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    cumulative_logprob: float = 0.0  # of its tokens, where they were asked for
     # Kept for the answer that is not streamed.
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -36,6 +37,8 @@ class Choice:
     def count(self, event: Event) -> None:
         self.num_output_tokens = event.num_output_tokens
         self.num_cached_tokens = event.num_cached_tokens
+        for token in event.logprobs:
+            self.cumulative_logprob += token.logprob
 
     def usage(self) -> dict[str, Any]:
         return usage([self])
@@ -137,8 +140,15 @@ class Renderer(ABC):
         )
 
     def _chosen(self) -> list[Choice]:
-        """The choices to give: the best `n` candidates of each prompt, the best one first."""
-        return self.choices
+        """The choices to give: the `n` likeliest candidates of each prompt, the likeliest first."""
+        n, num_candidates = self._generation.n, self._generation.num_candidates
+        if n == num_candidates:
+            return self.choices
+        chosen = []
+        for first in range(0, len(self.choices), num_candidates):
+            candidates = self.choices[first : first + num_candidates]
+            chosen += sorted(candidates, key=lambda choice: -choice.cumulative_logprob)[:n]
+        return chosen
 
     def _prompt_ids(self, prompt: int) -> tuple[int, ...]:
         return self._generation.requests[prompt * self._generation.num_candidates].prompt_ids
