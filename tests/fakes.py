@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import MAX_END_IDS, Plan, Row, Step, StepResult
+from jaxserve.engine.plan import MAX_END_IDS, MaskSource, Plan, Row, Step, StepResult
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.types import SamplingParams
+from jaxserve.types import SamplingParams, TokenLogprobs
 
 UNWRITTEN = -1
+MOST_IDS = 270  # of the fake model, the fake tokenizer's included
 GARBAGE = -7  # what padding rows write, and what rows that don't sample or are skipped return
 
 EOS, BOS, TURN = 0, 1, 2
@@ -68,11 +71,16 @@ class FakeModel:
     ids: tuple[int, ...] = tuple(3 + byte for byte in b"abcdefghijklmnopqrstuvwxyz ")
     eos_every: int | None = None
 
-    def next_id(self, context: Sequence[int], params: SamplingParams) -> int:
+    def next_id(
+        self, context: Sequence[int], params: SamplingParams, allowed: Sequence[int] | None = None
+    ) -> int:
+        """With `allowed` it picks from those, and an EOS among them when it likes."""
         checksum = (hash((*context, params.seed, params.temperature)) & (1 << 60) - 1) >> 7
-        if self.eos_every is not None and checksum % self.eos_every == 0:
+        ids = self.ids if allowed is None else allowed
+        may_end = allowed is None or EOS in allowed
+        if may_end and self.eos_every is not None and checksum % self.eos_every == 0:
             return EOS
-        return self.ids[checksum // 64 % len(self.ids)]
+        return ids[checksum // 64 % len(ids)]
 
     def alone(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """All `max_tokens` ids that follow the prompt, going on after an EOS."""
@@ -80,6 +88,14 @@ class FakeModel:
         for _ in range(params.max_tokens):
             context.append(self.next_id(context, params))
         return context[len(prompt_ids) :]
+
+    def score(self, context: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
+        """What it thinks of `token_id` after `context`, out of MOST_IDS; the parameters don't matter."""
+        key = hash(tuple(context))
+        figures = [-(hash((key, i)) >> 7) % (1 << 20) / -65536 - 0.5 for i in range(MOST_IDS)]
+        top = sorted(range(MOST_IDS), key=lambda i: (-figures[i], i))[:count]
+        rank = 1 + sum(figure > figures[token_id] for figure in figures)
+        return TokenLogprobs(token_id, figures[token_id], rank, tuple(top), tuple(figures[i] for i in top))
 
 
 @dataclass
@@ -127,7 +143,7 @@ class FakeRunner:
         for entry in self._scheduler._kv.prefix.entries():
             assert tuple(self.memory[entry.page]) == entry.tokens, f"{entry} holds {self.memory[entry.page]}"
 
-    def launch(self, plan: Plan) -> int:
+    def launch(self, plan: Plan, masks: MaskSource | None = None) -> int:
         assert plan.steps, "a plan of nothing"
         if self._scheduler is not None:
             for step in plan.steps:
@@ -135,7 +151,7 @@ class FakeRunner:
                     self._check_written_pages(row, self._scheduler)
         handle = len(self.plans)
         self.plans.append(plan)
-        self._in_flight.append((handle, tuple(self._step(step) for step in plan.steps)))
+        self._in_flight.append((handle, tuple(self._step(step, masks) for step in plan.steps)))
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         return handle
 
@@ -148,40 +164,92 @@ class FakeRunner:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def _step(self, step: Step) -> StepResult:
+    def _step(self, step: Step, masks: MaskSource | None) -> StepResult:
         self._check_shape(step)
         slots = [self._update_slot(row) for row in step.rows]
-        skipped = [step.kind == "decode" and slot.has_ended for slot in slots]
-        self._write(step, [None if skip else slot for skip, slot in zip(skipped, slots)])
+        if step.kind == "prefill":
+            return self._scored(step, slots, self._iterate(step, slots, masks))
+        self.num_skipped += sum(slot.has_ended for slot in slots)
+        iterations = []
+        for i in range(step.iterations):
+            live = [None if slot.has_ended or i >= row.query_len else slot for row, slot in zip(step.rows, slots)]
+            iterations.append(self._iterate(step, live, masks, i))
+        return self._scored(step, slots, [token_id for ids in zip(*iterations) for token_id in ids])
+
+    def _scored(self, step: Step, slots: Sequence[_Slot], ids: Sequence[int]) -> StepResult:
+        """The result of a step, with the log-probabilities that its rows' parameters ask for."""
+        logprobs: tuple[TokenLogprobs | None, ...] = ()
+        prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if any(row.sample and slot.params.logprobs is not None for row, slot in zip(step.rows, slots)):
+            assert step.iterations == 1, "log-probabilities are of one id"
+            logprobs = tuple(
+                self._score(slot, row.start + row.query_len, token_id, slot.params.logprobs)
+                if row.sample and token_id != GARBAGE else None
+                for row, slot, token_id in zip(step.rows, slots, ids)
+            )  # fmt: skip
+        if any(row.targets for row in step.rows):
+            prompt_logprobs = tuple(
+                tuple(
+                    self._checked_score(row, slot, query, target)
+                    for query, target in enumerate(row.targets, row.first_target)
+                )
+                for row, slot in zip(step.rows, slots)
+            )
+        return StepResult(tuple(ids), logprobs, prompt_logprobs)
+
+    def _score(self, slot: _Slot, end: int, token_id: int, count: int | None) -> TokenLogprobs | None:
+        if count is None:
+            return None
+        return self.model.score([self._read(slot, position) for position in range(end)], token_id, count)
+
+    def _checked_score(self, row: Row, slot: _Slot, query: int, target: int) -> TokenLogprobs:
+        assert query < row.query_len, "a target without a query"
+        assert row.tokens is not None
+        assert target == (*row.tokens, target)[query + 1], "another token than the next"
+        scored = self._score(slot, row.start + query + 1, target, slot.params.prompt_logprobs)
+        assert scored is not None, "a target that nobody asked for"
+        return scored
+
+    def _iterate(
+        self, step: Step, slots: Sequence[_Slot | None], masks: MaskSource | None, iteration: int = 0
+    ) -> list[int]:
+        """One forward pass, and an id for each row; rows without a slot are skipped."""
+        self._write(step, slots, iteration)
+        mask = None if masks is None else masks(step)
+        assert mask is None or step.iterations == 1, "a mask is of one id"
         sampled = []
-        for row, slot, skip in zip(step.rows, slots, skipped):
-            if skip:
-                self.num_skipped += 1
+        for n, (row, slot) in enumerate(zip(step.rows, slots)):
+            if slot is None or not row.sample:
                 sampled.append(GARBAGE)
+                if slot is not None:
+                    slot.context_len = row.start + row.query_len
                 continue
-            slot.context_len = row.start + row.query_len
-            if not row.sample:
-                sampled.append(GARBAGE)
-                continue
+            slot.context_len = row.start + (row.query_len if step.kind == "prefill" else iteration + 1)
             context = [self._read(slot, position) for position in range(slot.context_len)]
             assert UNWRITTEN not in context, "a position is read that nobody has written"
             assert GARBAGE not in context, "a position is read that a padding row has written"
-            slot.last_id = self.model.next_id(context, slot.params)
+            if mask is None or (mask[n] == -1).all():
+                slot.last_id = self.model.next_id(context, slot.params)
+            else:
+                bits = np.unpackbits(mask[n].view(np.uint8), bitorder="little")
+                slot.last_id = self.model.next_id(context, slot.params, np.nonzero(bits)[0].tolist())
             sampled.append(slot.last_id)
-        return StepResult(tuple(sampled))
+        return sampled
 
     def _check_shape(self, step: Step) -> None:
         if step.kind == "decode":
             assert step.queries == 1
+            assert step.iterations in (1, self.config.decode_steps)
             assert step.batch in self.config.decode_buckets, f"B={step.batch} is not listed"
         else:
             shape = (step.batch, step.queries)
             assert shape in self.config.prefill_buckets, f"{shape} is not listed"
+            assert step.iterations == 1
         assert 0 < len(step.rows) <= step.batch
         assert len({row.slot for row in step.rows}) == len(step.rows), "a slot has two rows"
         for row in step.rows:
             assert 0 <= row.slot < self.config.max_num_seqs
-            assert 0 < row.query_len <= step.queries
+            assert 0 < row.query_len <= max(step.queries, step.iterations)
             if step.kind == "decode":
                 assert row.tokens is None
                 assert row.sample
@@ -229,7 +297,7 @@ class FakeRunner:
                 assert kv.pool.num_holders(page) == 1, f"page {page} is written while others hold it"
                 assert page not in kv.prefix, f"page {page} is written while it is in the prefix cache"
 
-    def _write(self, step: Step, slots: list[_Slot | None]) -> None:
+    def _write(self, step: Step, slots: Sequence[_Slot | None], iteration: int) -> None:
         page_size = self.config.page_size
         writers: dict[int, int] = {}
         for row, slot in zip(step.rows, slots):
@@ -239,7 +307,7 @@ class FakeRunner:
             if tokens is None:
                 assert slot.last_id is not None, "decode before anything was sampled"
                 tokens = (slot.last_id,)
-            for position, token in enumerate(tokens, row.start):
+            for position, token in enumerate(tokens, row.start + iteration):
                 page = slot.page_table[position // page_size]
                 assert writers.setdefault(page, row.slot) == row.slot, f"two rows write page {page}"
                 self.memory[page][position % page_size] = token

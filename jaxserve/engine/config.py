@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import lcm
 from typing import Literal
 
 from jaxserve.errors import ConfigError
 
 Shape = tuple[int, int]  # (B, Q)
+
+FLAGS = {  # of `jaxserve serve`, where they are called otherwise
+    "page_size": "--block-size",
+    "max_num_queued": "--max-num-queued-reqs",
+    "queue_timeout_s": "--queue-timeout",
+    "step_timeout_s": "--step-timeout",
+    "max_prefill_tokens": "--max-num-batched-tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,8 @@ class EngineConfig:
     """Every limit of the engine. Buckets, chunk and admission derive from it and from nothing else.
 
     `decode_buckets` and `prefill_buckets` are derived where they are left empty. `dataclasses.replace`
-    carries the derived lists over: pass `()` for them there to derive anew. Raises ConfigError.
+    carries the derived lists over: pass `()` for them there to derive anew. Raises ConfigError, which names
+    the key, and the flag where that has another name.
     """
 
     max_model_len: int  # tokens of a sequence, prompt and output together
@@ -32,9 +42,12 @@ class EngineConfig:
     admission: Literal["optimistic", "reserve"] = "optimistic"  # see engine/admission.py
     max_prefill_tokens: int = 512  # B * Q of a prefill step, padding included
     min_prefill_queries: int = 32  # smallest Q of a prefill step
+    decode_steps: int = 1  # that one launch runs when nobody waits; see Scheduler
     min_decode_batch: int = 2  # smallest B of a decode step: on CPU one row costs more than two
     enable_prefix_caching: bool = True  # full pages are found again by prompts that begin alike
     prefix_alignment: int | None = None  # hits end at a multiple of so many tokens; None: of page_size
+    deterministic: bool = False  # a request's bits don't depend on others; see docs/determinism.md
+    max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
     prefill_step_cost: int = 64  # fixed cost of one more prefill step, in padded tokens
     decode_buckets: tuple[int, ...] = ()  # B, ascending
     prefill_buckets: tuple[Shape, ...] = ()  # (B, Q), cheapest first
@@ -42,13 +55,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.type == "int":
-                lowest = 0 if item.name in ("max_num_queued", "prefill_step_cost") else 1
+                lowest = 0 if item.name in ("max_num_queued", "max_logprobs", "prefill_step_cost") else 1
                 _require_int(item.name, getattr(self, item.name), lowest)
         _require_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _require_one_of("admission", self.admission, ("optimistic", "reserve"))
         _require_seconds("step_timeout_s", self.step_timeout_s)
         if self.queue_timeout_s is not None:
             _require_seconds("queue_timeout_s", self.queue_timeout_s)
+        _require_bool("deterministic", self.deterministic)
+        if self.deterministic and self.decode_steps > 1:
+            raise ConfigError(
+                f"decode_steps={self.decode_steps} contradicts deterministic: whether several steps share a "
+                "launch depends on who waits; leave one of the two out"
+            )
         self._check_prefix_caching()
         if self.num_usable_pages < self.pages_per_seq:
             raise ConfigError(
@@ -73,13 +92,18 @@ class EngineConfig:
         """The most tokens, padding included, that the device works on between two tokens of a stream.
 
         One decode step of all who run and one prefill step: prefill does not get less when many decode,
-        because its next smaller rectangle would be half as large.
+        because its next smaller rectangle would be half as large. Several decode steps in one launch run
+        only when nobody prefills.
         """
-        return self.decode_buckets[-1] + max(batch * queries for batch, queries in self.prefill_buckets)
+        batch = self.decode_buckets[-1]
+        largest_prefill = max(batch * queries for batch, queries in self.prefill_buckets)
+        return max(batch + largest_prefill, batch * self.decode_steps)
 
-    @property
+    @cached_property
     def hit_alignment(self) -> int:
-        return self.prefix_alignment or self.page_size
+        """Prefix hits end at a multiple of so many tokens; with `deterministic` at a border of chunks."""
+        alignment = self.prefix_alignment or self.page_size
+        return lcm(alignment, self.max_chunk) if self.deterministic else alignment
 
     @property
     def pages_per_seq(self) -> int:
@@ -118,8 +142,7 @@ class EngineConfig:
         return None
 
     def _check_prefix_caching(self) -> None:
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be true or false")
+        _require_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.prefix_alignment is not None:
             _require_int("prefix_alignment", self.prefix_alignment, 1)
             if self.prefix_alignment % self.page_size:
@@ -129,10 +152,13 @@ class EngineConfig:
                 )
 
     def _derive_decode_buckets(self) -> tuple[int, ...]:
-        return _doubling(self.min_decode_batch, max(self.max_num_seqs, self.min_decode_batch))
+        largest = max(self.max_num_seqs, self.min_decode_batch)
+        return (largest,) if self.deterministic else _doubling(self.min_decode_batch, largest)
 
     def _derive_prefill_buckets(self) -> tuple[Shape, ...]:
         smallest = min(self.min_prefill_queries, self.max_prefill_tokens)
+        if self.deterministic:
+            return tuple((1, queries) for queries in _doubling(smallest, self.max_prefill_tokens))
         return tuple(
             (1 << power, queries)
             for queries in _doubling(smallest, self.max_prefill_tokens)
@@ -148,6 +174,11 @@ class EngineConfig:
                 f"decode_buckets={buckets} must ascend and end at max_num_seqs={self.max_num_seqs} or above; "
                 "leave the key out to derive it"
             )
+        if self.deterministic and len(buckets) > 1:
+            raise ConfigError(
+                f"decode_buckets={buckets} contradicts deterministic: which of them a step takes depends on how "
+                f"many decode; list only {buckets[-1]}, or leave the key out to derive it"
+            )
 
     def _check_prefill_buckets(self, buckets: Iterable[Shape]) -> None:
         seen = set()
@@ -162,6 +193,11 @@ class EngineConfig:
                     f"prefill_buckets: {batch} x {queries} is over max_prefill_tokens="
                     f"{self.max_prefill_tokens} or max_num_seqs={self.max_num_seqs}; drop the shape or "
                     "raise the limit"
+                )
+            if self.deterministic and batch > 1:
+                raise ConfigError(
+                    f"prefill_buckets: {batch} x {queries} contradicts deterministic: a prompt must not share a "
+                    "step; list shapes of one row only, or leave the key out to derive them"
                 )
             if shape in seen:
                 raise ConfigError(f"prefill_buckets: {batch} x {queries} is listed twice; drop one")
@@ -179,14 +215,24 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 
 def _require_one_of(key: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{key}={value!r} must be one of {', '.join(known)}")
+        raise _not(key, value, f"one of {', '.join(known)}")
 
 
 def _require_seconds(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{key}={value!r} must be a number of seconds above 0")
+        raise _not(key, value, "a number of seconds above 0")
+
+
+def _require_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _not(key, value, "true or false")
 
 
 def _require_int(key: str, value: object, lowest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ConfigError(f"{key}={value!r} must be a whole number of at least {lowest}")
+        raise _not(key, value, f"a whole number of at least {lowest}")
+
+
+def _not(key: str, value: object, wanted: str) -> ConfigError:
+    flag = f" (flag {FLAGS[key]})" if key in FLAGS else ""
+    return ConfigError(f"{key}={value!r} must be {wanted}{flag}")

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.deadlines import Deadlines
+from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.intake import Intake
 from jaxserve.engine.output import OutputProcessor
-from jaxserve.engine.plan import Runner
+from jaxserve.engine.plan import Runner, Step, StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.throughput import Throughput
 from jaxserve.engine.validation import check_request
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.tokenizer.base import Tokenizer
-from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline
+from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,8 @@ class Engine:
     when its text can't be made or when the engine dies.
 
     A turn launches the next step before it reads the ids of the one before, so the device works while
-    the host does. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
+    the host does. Where a row of that step has a grammar, the ids are read before its sampler is launched, and
+    behind its forward pass. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class Engine:
         self._throughput = Throughput()
         self._num_tokens = 0  # that this turn's launch works on
         self._in_flight: list[Any] = []  # handles launched and not fetched: none or one between turns
+        self._fetched: list[tuple[StepResult, ...]] = []  # in this turn, and not applied yet
+        self._grammars = Grammars(tokenizer.vocab_size if vocab_size is None else vocab_size)
         self._events: list[Event] = []  # of this turn
         self._ended_ids: list[str] = []  # of this turn
         self._num_aborted_by_drain = 0
@@ -178,7 +184,11 @@ class Engine:
         plan = self._scheduler.schedule()
         self._num_tokens = 0
         if plan is not None:
-            self._in_flight.append(self._runner.launch(plan))
+            if self._grammars.num_live:
+                handle = self._runner.launch(plan, self._masks)
+            else:
+                handle = self._runner.launch(plan)
+            self._in_flight.append(handle)
             self._scheduler.commit(plan)
             for step in plan.steps:
                 self._num_steps[step.kind] += 1
@@ -186,13 +196,14 @@ class Engine:
         self._publish()
         # Fetch the launch before this one; this one only when there is nothing to launch behind it.
         if len(self._in_flight) > (plan is not None):
-            before_s = time.monotonic()
-            results = self._runner.fetch(self._in_flight.pop(0))
+            self._fetch()
+        if self._fetched:
             now = time.monotonic()
-            self._device_wait_s += now - before_s
             if self._intake.is_dead:
                 return  # stop() gave this thread up and has told everybody
-            self._answer(self._scheduler.apply(results, now), now)
+            fetched, self._fetched = self._fetched, []
+            for results in fetched:
+                self._answer(self._scheduler.apply(results, now), now)
             if not self._has_work():
                 self._look_for_faults()
             self._publish()
@@ -202,6 +213,29 @@ class Engine:
             events, self._events = self._events, []
             self._deliver(events)
             self._intake.settle()
+
+    def _fetch(self) -> None:
+        """Wait for the ids of the oldest launch."""
+        before_s = time.monotonic()
+        self._fetched.append(self._runner.fetch(self._in_flight.pop(0)))
+        self._device_wait_s += time.monotonic() - before_s
+
+    def _masks(self, step: Step) -> np.ndarray | None:
+        """Which ids the step's rows may yield; None when no row has a grammar.
+
+        The runner calls this when the step's forward pass is launched and its sampler isn't. So the ids that
+        came before are read, and the masks made, while the device works on that pass.
+        """
+        rows = {
+            n: seq
+            for n, row in enumerate(step.rows)
+            if row.sample and (seq := self._scheduler.owner(row.slot)).request.grammar is not None
+        }
+        if not rows:
+            return None
+        while self._in_flight:
+            self._fetch()
+        return self._grammars.masks(step.batch, rows, self._scheduler.peek(self._fetched))
 
     def _obey(self, now: float) -> None:
         commands, expired = self._intake.take(now)
@@ -237,6 +271,8 @@ class Engine:
     def _begin(self, request: Request, now: float) -> None:
         try:
             output = OutputProcessor(request.params, self._tokenizer, self._eos_ids)
+            if request.grammar is not None:
+                self._grammars.add(request.request_id, request.grammar)
         except Exception as error:
             logger.exception("request %s can't begin", request.request_id)
             self._ended_ids.append(request.request_id)
@@ -245,7 +281,7 @@ class Engine:
         self._live[request.request_id] = _Live(self._scheduler.add(request), output)
         self._deadlines.add(request)
 
-    def _answer(self, sampled: list[tuple[Sequence, int]], now: float) -> None:
+    def _answer(self, sampled: Iterable[tuple[Sequence, int]], now: float) -> None:
         """Turn sampled ids into events. What goes wrong with one request's text ends that request only."""
         for seq, token_id in sampled:
             live = self._live[seq.request.request_id]
@@ -253,14 +289,24 @@ class Engine:
                 logger.error("request %s: after a preemption the device gave other ids", seq.request.request_id)
                 self._end(live, "error", now, error=DIVERGED)
                 continue
+            figures = _figures(seq)
+            if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
+                self._end(live, "length", now, **figures)
+                continue
             try:
                 text, finish_reason, stop_reason = live.output.add(token_id)
+                if seq.request.grammar is not None and finish_reason != "stop":
+                    if self._grammars.is_complete(seq):  # nothing but an end could follow
+                        text, finish_reason = text + live.output.flush(), "stop"
             except Exception as error:
                 logger.exception("request %s can't go on", seq.request.request_id)
                 self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))
                 continue
             if finish_reason is not None:
-                self._end(live, finish_reason, now, token_ids=(token_id,), text=text, stop_reason=stop_reason)
+                self._end(
+                    live, finish_reason, now,
+                    token_ids=(token_id,), text=text, stop_reason=stop_reason, **figures,
+                )  # fmt: skip
                 continue
             self._events.append(
                 Event(
@@ -271,6 +317,7 @@ class Engine:
                     num_prompt_tokens=seq.num_prompt,
                     num_output_tokens=len(seq.output_ids),
                     num_cached_tokens=seq.num_hit,
+                    **figures,
                 )
             )
 
@@ -285,10 +332,11 @@ class Engine:
 
     def _end(self, live: _Live, reason: FinishReason, now: float, **details: Any) -> None:
         self._scheduler.finish(live.seq)
-        if reason in ("stop", "length"):
+        if reason in ("stop", "length") and live.seq.request.params.max_tokens:
             self._scheduler.observe_output(len(live.seq.output_ids))
         request = live.seq.request
         del self._live[request.request_id]
+        self._grammars.drop(request.request_id)
         self._ended_ids.append(request.request_id)
         self._events.append(_last_event(request, live.seq, reason, now, **details))
 
@@ -334,6 +382,7 @@ class Engine:
             seq = None if live is None else live.seq
             events.append(_last_event(request, seq, "error", now, error=f"the engine failed: {reason}"))
         self._live.clear()
+        self._grammars.clear()
         self._in_flight.clear()
         try:
             if events:
@@ -353,6 +402,8 @@ def _last_event(
     text: str = "",
     stop_reason: str | int | None = None,
     error: str | None = None,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
 ) -> Event:
     if seq is None:
         timeline = Timeline(request.arrival_s, finished_s=now)
@@ -367,10 +418,24 @@ def _last_event(
         stop_reason,
         error,
         num_prompt_tokens=len(request.prompt_ids),
-        num_output_tokens=0 if seq is None else len(seq.output_ids),
+        num_output_tokens=0 if seq is None else min(len(seq.output_ids), request.params.max_tokens),
         num_cached_tokens=0 if seq is None else seq.num_hit,
         timeline=timeline,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def _figures(seq: Sequence) -> dict[str, Any]:
+    """The log-probabilities that go with the id just read, as far as the request asked for any."""
+    params = seq.request.params
+    figures: dict[str, Any] = {}
+    if params.logprobs is not None and params.max_tokens:
+        figures["logprobs"] = (seq.last_logprobs,)
+    if params.prompt_logprobs is not None and len(seq.output_ids) == 1:
+        figures["prompt_logprobs"] = (None, *seq.prompt_logprobs)
+        seq.prompt_logprobs = []
+    return figures
 
 
 def _describe(error: BaseException) -> str:

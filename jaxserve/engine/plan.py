@@ -6,8 +6,11 @@ back. A Plan holds no array and no model object: it can be logged, replayed and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from jaxserve.types import SamplingParams, TokenLogprobs
 
@@ -37,7 +40,7 @@ class Row:
 
     slot: int
     start: int  # tokens of this sequence in the cache before this step
-    query_len: int
+    query_len: int  # of a decode row: at most the step's iterations
     tokens: tuple[int, ...] | None  # the chunk's ids (prefill); None: the slot's last sampled id (decode)
     first_page: int  # index into the sequence's page list at which new_pages go
     new_pages: tuple[int, ...]  # pages gained since the slot's last row; a new slot's first row has all
@@ -58,6 +61,7 @@ class Step:
     batch: int  # B, a bucket
     queries: int  # Q, a bucket; 1 for decode
     rows: tuple[Row, ...]
+    iterations: int = 1  # decode: a row is fed so often what was sampled for it just now; 1, or decode_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled ids of one step, one per row of the step; meaningful where `row.sample`."""
+    """Sampled ids of one step, `iterations` for each of its rows, row by row; meaningful where `row.sample`.
+
+    Of a decode row the first `query_len` are, up to the first that ends the sequence.
+    """
 
     token_ids: tuple[int, ...]
     # By row, where its sequence asked for log-probabilities; () when no row did.
@@ -77,13 +84,20 @@ class StepResult:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of the row's targets
 
 
+MaskSource = Callable[[Step], np.ndarray | None]
+
+
 class Runner(Protocol):
     """A device, real or fake. Called from the engine thread only.
 
     `launch` returns without waiting for the device; steps run in the order of launching. `fetch` blocks
     until the ids of that launch are on the host. The engine launches turn n+1 before it fetches turn n.
+
+    `masks` is for grammars. It is called once a step, between the launch of the step's forward pass and that
+    of its sampler, and may `fetch` earlier launches. It returns int32 [B, ceil(V / 32)], where bit i % 32 of
+    word i // 32 in row n tells whether row n of the step may yield id i; None when no row has a grammar.
     """
 
-    def launch(self, plan: Plan) -> Any: ...
+    def launch(self, plan: Plan, masks: MaskSource | None = None) -> Any: ...
 
     def fetch(self, handle: Any) -> tuple[StepResult, ...]: ...

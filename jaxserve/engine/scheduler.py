@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import batched, chain, islice
 
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.config import EngineConfig
@@ -24,7 +24,7 @@ class Scheduler:
         commit(plan)            the plan is launched: pages are taken, positions advance
         apply(results, now)     ids of the oldest plan committed and not applied come back
 
-    A turn is one step. Prefill and decode alternate while there is work for both, so a long prompt never
+    A turn is one launch. Prefill and decode alternate while there is work for both, so a long prompt never
     holds running streams up for more than one chunk, and the first token of a prompt is read while the
     decode step behind it runs.
 
@@ -113,7 +113,7 @@ class Scheduler:
     def add(self, request: Request) -> Sequence:
         """Put a valid request, with an id of its own, in line."""
         # The last token is sampled but never fed, so it has no cache position.
-        most_cached = len(request.prompt_ids) + request.params.max_tokens - 1
+        most_cached = len(request.prompt_ids) + max(1, request.params.max_tokens) - 1
         place = rank(request, self._num_added, self._config.scheduling_policy)
         end_ids = self._end_ids(request.params)
         seq = Sequence(request, self._config.pages_for(most_cached), place, end_ids)
@@ -169,6 +169,28 @@ class Scheduler:
                 return Plan((decided,))
         return None
 
+    def owner(self, slot: int) -> Sequence:
+        """Whose slot it is."""
+        seq = self._slots[slot]
+        assert seq is not None, f"slot {slot} has no sequence"
+        return seq
+
+    def peek(self, fetched: Iterable[tuple[StepResult, ...]]) -> dict[Sequence, list[int]]:
+        """What `apply` would add to the `output_ids` of sequences with a grammar, were it given these results
+        one by one. Changes nothing."""
+        added: dict[Sequence, list[int]] = {}
+        num_read: dict[Sequence, int] = {}
+        for (plan, seqs), results in zip(self._in_flight, fetched):
+            owners = iter(seqs)
+            for step, result in zip(plan.steps, results):
+                for row, ids, seq in zip(step.rows, batched(result.token_ids, step.iterations), owners):
+                    if not row.sample or seq.request.grammar is None or seq.state is SequenceState.FINISHED:
+                        continue
+                    num_read[seq] = num_read.get(seq, seq.num_read_outputs) + 1
+                    if num_read[seq] > len(seq.output_ids):
+                        added.setdefault(seq, []).append(ids[0])
+        return added
+
     def commit(self, plan: Plan) -> None:
         """Take note that `plan`, the result of the last `schedule`, is launched."""
         seqs = []
@@ -178,9 +200,11 @@ class Scheduler:
                 seq = self._slots[row.slot]
                 assert seq is not None, f"slot {row.slot} has no sequence"
                 if row.tokens is None and not row.new_pages:  # most rows, in few instructions
-                    seq.num_cached += 1
+                    seq.num_cached += row.query_len
                 else:
                     self._kv.take_for(seq, row)
+                    if row.targets:
+                        seq.num_scored = row.start + row.first_target + len(row.targets)
                 seqs.append(seq)
         owners = iter(seqs)
         for step in plan.steps:
@@ -189,8 +213,8 @@ class Scheduler:
                     self._kv.settle(seq, row)
                 if not row.sample:
                     continue
-                seq.num_launched_outputs += 1
-                if seq.num_launched_outputs == seq.request.params.max_tokens:
+                seq.num_launched_outputs += row.query_len if row.tokens is None else 1
+                if seq.num_launched_outputs == seq.max_outputs:
                     self._release(seq, SequenceState.ENDING)
                 elif seq.state is SequenceState.PREFILL:
                     seq.state = SequenceState.DECODE
@@ -198,23 +222,34 @@ class Scheduler:
                     self._decoding[row.slot] = seq
         self._in_flight.append((plan, seqs))
 
-    def apply(self, results: tuple[StepResult, ...], now: float) -> list[tuple[Sequence, int]]:
-        """Take in the ids of the oldest plan in flight; return those that still matter, with their owner."""
+    def apply(self, results: tuple[StepResult, ...], now: float) -> Iterator[tuple[Sequence, int]]:
+        """Take in the ids of the oldest plan in flight, one by one; yield those that still matter and their owner.
+
+        After each the caller may `finish` the owner: then what the same launch sampled behind it is dropped.
+        """
         plan, seqs = self._in_flight.popleft()
         assert len(results) == len(plan.steps), f"{len(results)} results for {len(plan.steps)} steps"
-        sampled = []
         owners = iter(seqs)
         for step, result in zip(plan.steps, results):
-            assert len(result.token_ids) == len(step.rows), (
+            assert len(result.token_ids) == len(step.rows) * step.iterations, (
                 f"{len(result.token_ids)} ids for {len(step.rows)} rows of a {step.kind} step"
             )
-            for row, token_id, seq in zip(step.rows, result.token_ids, owners):
-                if row.sample and seq.state is not SequenceState.FINISHED:
+            batches = batched(result.token_ids, step.iterations)
+            for n, (row, ids, seq) in enumerate(zip(step.rows, batches, owners)):
+                if row.targets:
+                    seq.prompt_logprobs.extend(result.prompt_logprobs[n])
+                if not row.sample:
+                    continue
+                if result.logprobs:
+                    seq.last_logprobs = result.logprobs[n]
+                for token_id in ids[: row.query_len]:
+                    if seq.state is SequenceState.FINISHED:
+                        break
                     seq.num_read_outputs += 1
                     if seq.num_read_outputs <= len(seq.output_ids):  # a replay: it is known, and told
                         if token_id != seq.output_ids[seq.num_read_outputs - 1]:
                             seq.has_diverged = True
-                            sampled.append((seq, token_id))
+                            yield seq, token_id
                         continue
                     if seq.first_token_s is None:
                         seq.first_token_s = now
@@ -222,8 +257,7 @@ class Scheduler:
                     seq.output_ids.append(token_id)
                     if seq.register_at <= seq.num_prompt + len(seq.output_ids) and token_id not in seq.end_ids:
                         self._kv.register(seq)  # an id that ends the sequence is never written
-                    sampled.append((seq, token_id))
-        return sampled
+                    yield seq, token_id
 
     def finish(self, seq: Sequence) -> None:
         """End a sequence in whatever state it is; slot and pages are free from here on."""
@@ -302,8 +336,9 @@ class Scheduler:
             priority = self._config.scheduling_policy == "priority"
             self.preempt(max(running[1:], key=lambda seq: _expendability(seq, priority)))
             return True
-        # Alone it has room, unless it holds duplicates; from the cache it gets them back as one.
+        # Alone it has room, unless it holds duplicates, and these come from registering what others did too.
         if running and running[0].remaps:
+            running[0].registers = False
             self.preempt(running[0])
             return True
         return False
@@ -348,6 +383,7 @@ class Scheduler:
         start, end = seq.num_cached, seq.num_cached + chunk
         assert seq.slot is not None
         first_page, new_pages = self._kv.prefill_pages(seq, end, free)
+        first_target, targets = seq.targets(start, end)
         return Row(
             slot=seq.slot,
             start=start,
@@ -359,6 +395,8 @@ class Scheduler:
             params=None if seq.num_told_pages else seq.request.params,
             end_ids=() if seq.num_told_pages else seq.end_ids,
             history=None if seq.num_told_pages else self._history(seq),
+            targets=targets,
+            first_target=first_target,
         )
 
     def _history(self, seq: Sequence) -> History | None:
@@ -377,6 +415,8 @@ class Scheduler:
 
     def _decode_step(self) -> Step | None:
         """A row of everybody who decodes; whoever's new page is not free sits out."""
+        if (step := self._decode_steps()) is not None:
+            return step
         page_size = self._config.page_size
         free = self._kv.pool.preview()
         room = self._kv.pool.num_free
@@ -396,6 +436,35 @@ class Scheduler:
         if not rows:
             return None
         return Step("decode", self._config.decode_bucket(len(rows)), 1, tuple(rows))
+
+    def _decode_steps(self) -> Step | None:
+        """Several decode steps in one launch, with pages for all of them.
+
+        None when somebody would wait for it, when the pages are not free, or when the logits of a row are
+        wanted on the way.
+        """
+        iterations = self._config.decode_steps
+        if iterations == 1 or self._waiting or self._prefilling:
+            return None
+        free = self._kv.pool.preview()
+        room = self._kv.pool.num_free
+        rows = []
+        for slot, seq in self._decoding.items():
+            num_left = seq.request.params.max_tokens - seq.num_launched_outputs
+            query_len = min(iterations, num_left)
+            first_page = len(seq.pages)
+            num_new = self._config.pages_for(seq.num_cached + query_len) - first_page
+            room -= num_new
+            if room < 0 or not seq.is_plain:
+                return None
+            new_pages = tuple(islice(free, num_new))
+            if not new_pages and seq.remaps:
+                first_page, page = seq.remaps[0]
+                new_pages = (page,)
+            rows.append(Row(slot, seq.num_cached, query_len, None, first_page, new_pages, True, None))
+        if all(row.query_len == 1 for row in rows):
+            return None
+        return Step("decode", self._config.decode_bucket(len(rows)), 1, tuple(rows), iterations)
 
     def _leave_slot(self, seq: Sequence) -> None:
         assert seq.slot is not None, f"{seq} has no slot"

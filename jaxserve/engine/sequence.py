@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from jaxserve.engine.prefix import Chain
-from jaxserve.types import Request
+from jaxserve.types import Request, TokenLogprobs
 
 Rank = tuple[float, int]  # place in line, lower is sooner
 
@@ -39,19 +39,25 @@ class Sequence:
         "end_ids",
         "first_token_s",
         "has_diverged",
+        "is_plain",
+        "last_logprobs",
         "last_token_s",
+        "max_outputs",
         "most_pages",
         "num_cached",
         "num_hit",
         "num_launched_outputs",
         "num_prompt",
         "num_read_outputs",
+        "num_scored",
         "num_to_prefill",
         "num_told_pages",
         "output_ids",
         "pages",
+        "prompt_logprobs",
         "rank",
         "register_at",
+        "registers",
         "remaps",
         "request",
         "slot",
@@ -61,7 +67,11 @@ class Sequence:
     def __init__(self, request: Request, most_pages: int, rank: Rank, end_ids: tuple[int, ...] = ()):
         self.request = request
         self.end_ids = end_ids  # after one of them the device skips the rows of this sequence
+        params = request.params
+        # Only the sampler looks at its logits, so that several decode steps may share a launch.
+        self.is_plain = params.logprobs is None and not params.is_shaped and request.grammar is None
         self.num_prompt = len(request.prompt_ids)
+        self.max_outputs = max(1, params.max_tokens)  # the one of max_tokens 0 is dropped in the end
         self.rank = rank
         self.num_to_prefill = self.num_prompt  # tokens to have in cache before one is sampled
         self.most_pages = most_pages  # it can come to have in its page table
@@ -72,11 +82,15 @@ class Sequence:
         self.remaps: list[tuple[int, int]] = []  # (index, page) to replace a duplicate in `pages`; both held
         self.chain: Chain | None = None  # the part of `pages` that the prefix cache knows
         self.register_at = 0  # once so many tokens are known and cached, the next page can be registered
+        self.registers = True  # False: its pages are not shared, so that it never holds two for one
         self.num_cached = 0
         self.num_hit = 0  # prompt tokens that the prefix cache gave
         self.num_launched_outputs = 0
         self.num_read_outputs = 0  # ids that came back since the sequence, or its replay, began
         self.output_ids: list[int] = []
+        self.num_scored = 0  # positions whose next prompt id is scored by launched steps
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of these, as far as they came back
+        self.last_logprobs: TokenLogprobs | None = None  # of the last of output_ids
         self.has_diverged = False  # a replay gave another id than the one in output_ids; it ends at once
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -88,6 +102,21 @@ class Sequence:
             return self.request.prompt_ids[start:end]
         prompt = self.request.prompt_ids[start:]
         return prompt + tuple(self.output_ids[max(0, start - self.num_prompt) : end - self.num_prompt])
+
+    def targets(self, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """(first_target, targets) of a row that computes the positions [start, end)."""
+        if self.request.params.prompt_logprobs is None or self.num_scored >= min(end, self.num_prompt - 1):
+            return 0, ()
+        first = max(start, self.num_scored)
+        return first - start, self.request.prompt_ids[first + 1 : end + 1]
+
+    @property
+    def hit_limit(self) -> int:
+        """Up to this position KV from the cache will do. Where the prompt is yet to be scored it won't:
+        scores come from hidden states, which nobody keeps."""
+        if self.request.params.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1:
+            return self.num_to_prefill - 1  # the last token is computed, for its logits
+        return self.num_scored
 
     def replay(self) -> None:
         """Begin again from the prompt. The ids that come back are known until they are as many as before."""

@@ -40,6 +40,7 @@ class EngineMachine(RuleBasedStateMachine):
             admission=draw(st.sampled_from(["optimistic", "optimistic", "optimistic", "reserve"])),
             enable_prefix_caching=draw(st.sampled_from([True, True, True, True, False])),
             prefix_alignment=draw(st.sampled_from([None, None, None, 2 * page_size])),
+            **draw(st.sampled_from([{}, {}, {"deterministic": True}, *({"decode_steps": n} for n in (2, 3, 7))])),
         )
         self.served = Served(self.config, MODEL, expected_output=draw(st.sampled_from([0.0, 10.0])))
         self.requests: list[Request] = []

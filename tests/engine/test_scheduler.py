@@ -72,7 +72,7 @@ def test_a_sequence_that_ends_by_length_leaves_its_slot_when_its_last_step_is_la
     seq = scheduler.add(request("a", 4, 1))
     launch(scheduler)
     assert (seq.state, scheduler.num_free_slots, scheduler.num_pages_used) == (SequenceState.ENDING, 2, 0)
-    assert scheduler.apply((StepResult((7,)),), now=2.0) == [(seq, 7)]
+    assert list(scheduler.apply((StepResult((7,)),), now=2.0)) == [(seq, 7)]
     assert (seq.admitted_s, seq.first_token_s, seq.last_token_s) == (1.0, 2.0, 2.0)
 
 
@@ -82,8 +82,8 @@ def test_ids_of_a_slot_go_to_the_sequence_that_had_it_at_launch():
     launch(scheduler)
     second = scheduler.add(request("b", 4, 1))
     launch(scheduler)
-    assert scheduler.apply((StepResult((7,)),), now=2.0) == [(first, 7)]
-    assert scheduler.apply((StepResult((8,)),), now=3.0) == [(second, 8)]
+    assert list(scheduler.apply((StepResult((7,)),), now=2.0)) == [(first, 7)]
+    assert list(scheduler.apply((StepResult((8,)),), now=3.0)) == [(second, 8)]
 
 
 def test_a_stale_row_of_a_finished_sequence_is_dropped():
@@ -91,10 +91,10 @@ def test_a_stale_row_of_a_finished_sequence_is_dropped():
     seq = scheduler.add(request("a", 4, 9))
     launch(scheduler)
     launch(scheduler)
-    assert scheduler.apply((StepResult((7,)),), now=2.0) == [(seq, 7)]
+    assert list(scheduler.apply((StepResult((7,)),), now=2.0)) == [(seq, 7)]
     scheduler.finish(seq)
     assert (scheduler.num_free_slots, scheduler.num_pages_used, scheduler.has_work) == (2, 0, False)
-    assert scheduler.apply((StepResult((8,)),), now=3.0) == []
+    assert list(scheduler.apply((StepResult((8,)),), now=3.0)) == []
     assert seq.output_ids == [7]
 
 
@@ -103,4 +103,4 @@ def test_a_runner_that_answers_for_too_few_rows_is_caught():
     scheduler.add(request("a", 4, 9))
     launch(scheduler)
     with pytest.raises(AssertionError, match="0 ids for 1 rows of a prefill step"):
-        scheduler.apply((StepResult(()),), now=2.0)
+        list(scheduler.apply((StepResult(()),), now=2.0))

@@ -95,6 +95,7 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrival]]:
         admission=draw(st.sampled_from(["optimistic", "optimistic", "reserve"])),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         prefix_alignment=draw(st.sampled_from([None, None, page_size, 2 * page_size, 5 * page_size])),
+        **draw(st.sampled_from([{}, {}, {"deterministic": True}, *({"decode_steps": n} for n in (2, 3, 9))])),
     )
     arrivals = []
     for _ in range(draw(st.integers(1, 12))):
