@@ -38,6 +38,10 @@ class Library:
         """The instruction set of the kernels in use: the best one that this CPU has, or "portable"."""
         return self._dll.jaxserve_isa().decode()
 
+    def panel_rows(self) -> int:
+        """Channels that lie together in packed weights, with the kernels in use."""
+        return self._dll.jaxserve_panel_rows()
+
     def use_isa(self, name: str) -> None:
         """Switches the whole process to the kernels for another instruction set, to compare them.
 

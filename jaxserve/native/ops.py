@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxserve.native.library import LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, load
 
 DTYPES = (jnp.bfloat16, jnp.float32)
+SCALE_WORDS = 2  # int16 that the scale of a packed bfloat16 channel takes
 PACKED_MULTIPLE = 16  # of N and K: what every instruction set's packed order can hold
 
 
@@ -41,20 +42,44 @@ def linear_packed(
     *,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:  # [..., N]
-    """`linear` on packed weights: the same bits, faster. Errors as `linear`'s."""
-    _check_packable("linear_packed", w)
+    """`linear` on packed weights, faster. Errors as `linear`'s.
+
+    Weights that were float32 give `linear`'s bits. Those that were bfloat16 are multiplied in 16-bit fixed point
+    (csrc/fixed_kernel.h): an element of x counts to 2^-13 of the largest of its 64 neighbours along K, a weight
+    to 2^-14 of the largest of its channel.
+    """
+    if w.dtype not in (jnp.float32, jnp.int16):
+        raise ValueError(f"linear_packed: w is {w.dtype}, must come from pack()")
     return _linear(LINEAR_PACKED, x, w, layer, out_dtype)
 
 
 def pack(w: jax.Array) -> jax.Array:
-    """`w` [L, N, K] in the order in which `linear_packed` reads it; shape and dtype stay.
+    """`w` [L, N, K] as `linear_packed` reads it: bfloat16 becomes int16 [L, N, K + 2], float32 stays as it is.
 
     The order depends on the instruction set in use: a packed array is good for this process alone.
     Raises ValueError unless `packable`, NativeUnavailable without the kernels.
     """
     load()
     _check_packable("pack", w)
-    return jax.ffi.ffi_call(PACK, jax.ShapeDtypeStruct(w.shape, w.dtype))(w)
+    layers, channels, k = w.shape
+    shape, dtype = w.shape, w.dtype
+    if dtype == jnp.bfloat16:
+        shape, dtype = (layers, channels, k + SCALE_WORDS), jnp.dtype(jnp.int16)
+    return jax.ffi.ffi_call(PACK, jax.ShapeDtypeStruct(shape, dtype))(w)
+
+
+def packed_rows(w: jax.Array, rows: jax.Array) -> jax.Array:
+    """Float32 [..., K]: the rows of one matrix, int16 [N, K + 2] from `pack`, with the numbers `rows` [...]."""
+    panel_rows, width = load().panel_rows(), w.shape[1]
+    k = width - SCALE_WORDS
+    panel, channel = (rows // panel_rows * panel_rows * width)[..., None], (rows % panel_rows)[..., None]
+    flat = w.reshape(-1)
+    scale = flat[panel + channel * SCALE_WORDS + jnp.arange(SCALE_WORDS)]
+    element = jnp.arange(k)
+    words = flat[
+        panel + panel_rows * SCALE_WORDS + element // 2 * 2 * panel_rows + 2 * channel + element % 2
+    ]
+    return words.astype(jnp.float32) * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]
 
 
 def packable(shape: Sequence[int], dtype: DTypeLike) -> bool:
@@ -76,10 +101,12 @@ def _linear(
 ) -> jax.Array:
     load()
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    for name, dtype in (("x", x.dtype), ("w", w.dtype), ("out_dtype", out)):
+    fixed = w.dtype == jnp.int16  # of linear_packed alone
+    for name, dtype in (("x", x.dtype), ("w", jnp.bfloat16 if fixed else w.dtype), ("out_dtype", out)):
         if dtype not in DTYPES:
             raise ValueError(f"linear: {name} is {dtype}, must be bfloat16 or float32")
-    if w.ndim != (2 if layer is None else 3) or x.ndim < 1 or x.shape[-1] != w.shape[-1]:
+    k = w.shape[-1] - (SCALE_WORDS if fixed else 0)
+    if w.ndim != (2 if layer is None else 3) or x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(
             f"linear: x {x.shape} and w {w.shape} must be [..., K] and [N, K], or [L, N, K] with a layer"
         )

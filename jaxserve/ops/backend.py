@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.errors import ConfigError
@@ -13,11 +14,16 @@ from jaxserve.ops.attention.reference import paged_attention_xla
 from jaxserve.ops.linear import linear_xla
 
 CHOICES = ("auto", "native", "xla")
+HEADS = ("embedding.weight", "lm_head.weight")  # matrices [V, H] that give logits, or may
 NATIVE_HEAD_DIM = 16  # the native attention kernel takes heads of a multiple of so many values
 
 
 def _as_it_is(name: str, weight: jax.Array) -> jax.Array:
     return weight
+
+
+def _rows(weight: jax.Array, numbers: jax.Array) -> jax.Array:
+    return weight[numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,9 @@ class Backend:
     linear_name: str
     attention: Callable[..., jax.Array]  # paged_attention_xla's signature
     linear: Callable[..., jax.Array]  # linear_xla's signature
-    # (parameter's name, weight) -> what `linear` reads in its place: same shape and dtype, other content
+    # (parameter's name, weight) -> what `linear` reads in its place, perhaps of another shape and dtype
     prepare: Callable[[str, jax.Array], jax.Array] = _as_it_is
+    rows: Callable[[jax.Array, jax.Array], jax.Array] = _rows  # of a prepared matrix [N, K], by number
     pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
 
 
@@ -72,21 +79,22 @@ def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NAT
         _native_attention if native_attention else paged_attention_xla,
         _native_linear if native_linear else linear_xla,
         prepare=_pack if native_linear else _as_it_is,
+        rows=_native_rows if native_linear else _rows,
     )
 
 
-def _is_packed(weight: jax.Array) -> bool:
-    """Of the parameters that `linear` reads: whether this one is packed. The embedding never is, as its
-    rows are gathered."""
-    from jaxserve import native
-
-    return native.packable(weight.shape, weight.dtype)
-
-
 def _pack(name: str, weight: jax.Array) -> jax.Array:
+    """Weights of dense layers in the order of the native kernel, where it takes their shape.
+
+    The output head too, and a tied embedding with it, in bfloat16: `_native_rows` finds its rows again.
+    """
     from jaxserve import native
 
-    return native.pack(weight) if _is_packed(weight) else weight
+    if native.packable(weight.shape, weight.dtype):
+        return native.pack(weight)
+    if name in HEADS and weight.dtype == jnp.bfloat16 and native.packable((1, *weight.shape), weight.dtype):
+        return native.pack(weight[None])[0]
+    return weight
 
 
 def _native_linear(
@@ -94,9 +102,17 @@ def _native_linear(
 ) -> jax.Array:
     from jaxserve import native
 
-    if layer is not None and _is_packed(weight):
+    if weight.dtype == jnp.int16 and layer is None:
+        return native.linear_packed(x, weight[None], jnp.int32(0), out_dtype=out_dtype)
+    if weight.dtype == jnp.int16 or (layer is not None and native.packable(weight.shape, weight.dtype)):
         return native.linear_packed(x, weight, layer, out_dtype=out_dtype)
     return native.linear(x, weight, layer, out_dtype=out_dtype)
+
+
+def _native_rows(weight: jax.Array, numbers: jax.Array) -> jax.Array:
+    from jaxserve import native
+
+    return native.packed_rows(weight, numbers) if weight.dtype == jnp.int16 else weight[numbers]
 
 
 def _native_attention(

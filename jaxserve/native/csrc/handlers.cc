@@ -48,7 +48,7 @@ ffi::Error run_on(ffi::ThreadPool threads, const Run& run) {
 
 // Where layer `layer` of a stacked buffer begins: [L, ...], its other dimensions holding `elements` in all.
 const void* layer_of(const ffi::AnyBuffer& stacked, int32_t layer, int64_t elements) {
-  const int64_t bytes = elements * (stacked.element_type() == ffi::BF16 ? 2 : 4);
+  const int64_t bytes = elements * (stacked.element_type() == ffi::F32 ? 4 : 2);
   return static_cast<const char*>(stacked.untyped_data()) + layer * bytes;
 }
 
@@ -58,7 +58,8 @@ bool packable(int64_t n, int64_t k) { return n % kernels().panel_rows == 0 && k 
 ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w,
                       ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  if (xs.size() != 2 || ws.size() != 3 || ys.size() != 2 || xs[1] != ws[2] || ys[0] != xs[0] || ys[1] != ws[1] ||
+  const bool fixed = packed && w.element_type() == ffi::S16;  // with each channel's scale, two words
+  if (xs.size() != 2 || ws.size() != 3 || ys.size() != 2 || xs[1] != ws[2] - (fixed ? 2 : 0) || ys[0] != xs[0] || ys[1] != ws[1] ||
       layer.element_count() != 1) {
     return ffi::Error::InvalidArgument("jaxserve linear: shapes must be x [M, K], w [L, N, K], layer [], y [M, N]");
   }
@@ -66,10 +67,12 @@ ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ff
   if (index < 0 || index >= ws[0]) {
     return ffi::Error::InvalidArgument("jaxserve linear: layer is out of range");
   }
-  if (!is_float(x.element_type()) || !is_float(w.element_type()) || !is_float(y->element_type())) {
-    return ffi::Error::InvalidArgument("jaxserve linear: dtypes must be float32 or bfloat16");
+  const bool takes_w = packed ? fixed || w.element_type() == ffi::F32 : is_float(w.element_type());
+  if (!is_float(x.element_type()) || !takes_w || !is_float(y->element_type())) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve linear: dtypes must be float32 or bfloat16, packed weights float32 or int16");
   }
-  if (packed && !packable(ws[1], ws[2])) {
+  if (packed && !packable(ws[1], xs[1])) {
     return ffi::Error::InvalidArgument("jaxserve linear: a matrix of this shape can't be packed");
   }
   LinearArgs args;
@@ -77,7 +80,7 @@ ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ff
   args.n = ws[1];
   args.k = xs[1];
   args.x_dtype = dtype_of(x.element_type());
-  args.w_dtype = dtype_of(w.element_type());
+  args.w_dtype = fixed ? Dtype::kInt16 : dtype_of(w.element_type());
   args.y_dtype = dtype_of(y->element_type());
   args.x = x.untyped_data();
   args.w = layer_of(w, index, ws[1] * ws[2]);
@@ -96,12 +99,15 @@ ffi::Error linear_packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
 }
 
 ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
-  const auto ws = w.dimensions();
-  if (ws.size() != 3 || !same(ws, out->dimensions()) || !packable(ws[1], ws[2])) {
-    return ffi::Error::InvalidArgument("jaxserve pack: w must be [L, N, K] of a shape that can be packed, out alike");
+  const auto ws = w.dimensions(), outs = out->dimensions();
+  const bool fixed = w.element_type() == ffi::BF16;
+  if (ws.size() != 3 || outs.size() != 3 || outs[0] != ws[0] || outs[1] != ws[1] ||
+      outs[2] != ws[2] + (fixed ? 2 : 0) || !packable(ws[1], ws[2])) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve pack: w must be [L, N, K] of a shape that can be packed, out alike, or [L, N, K + 2] for bfloat16");
   }
-  if (!is_float(w.element_type()) || out->element_type() != w.element_type()) {
-    return ffi::Error::InvalidArgument("jaxserve pack: dtypes must be float32 or bfloat16, and equal");
+  if (!is_float(w.element_type()) || out->element_type() != (fixed ? ffi::S16 : ffi::F32)) {
+    return ffi::Error::InvalidArgument("jaxserve pack: w must be float32, out alike, or bfloat16 and out int16");
   }
   PackArgs args;
   args.rows = ws[0] * ws[1];
@@ -207,6 +213,8 @@ JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_paged_attention(XLA_FFI_CallFrame* frame
 // The version of the FFI headers that this library was built with.
 JAXSERVE_EXPORT int jaxserve_ffi_major() { return XLA_FFI_API_MAJOR; }
 JAXSERVE_EXPORT int jaxserve_ffi_minor() { return XLA_FFI_API_MINOR; }
+// Channels of a panel of packed weights, for the kernels in use.
+JAXSERVE_EXPORT int jaxserve_panel_rows() { return static_cast<int>(jaxserve::kernels().panel_rows); }
 // The instruction set of the kernels in use, and the choice of another: 0 when this CPU can't run it.
 JAXSERVE_EXPORT const char* jaxserve_isa() { return jaxserve::kernels().name; }
 JAXSERVE_EXPORT int jaxserve_use_isa(const char* name) {

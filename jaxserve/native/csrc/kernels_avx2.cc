@@ -3,6 +3,8 @@
 #include "types.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -24,6 +26,7 @@ namespace {
 #include "vec_avx2.h"
 #include "tile.h"
 #include "linear_kernel.h"
+#include "fixed_kernel.h"
 #include "packed_kernel.h"
 #include "attention_kernel.h"
 }  // namespace

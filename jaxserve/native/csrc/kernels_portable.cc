@@ -3,6 +3,8 @@
 #include "types.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 namespace jaxserve {
@@ -11,6 +13,7 @@ namespace {
 #include "vec_portable.h"
 #include "tile.h"
 #include "linear_kernel.h"
+#include "fixed_kernel.h"
 #include "packed_kernel.h"
 #include "attention_kernel.h"
 }  // namespace

@@ -15,6 +15,8 @@ constexpr int64_t kDotCols = 12;                   // channels that `dot` takes 
 constexpr int64_t kPassRows = 516;                 // rows that `tile` takes at once: bounds the scratch memory
 constexpr int64_t kThreadedUnpack = 100000;        // elements of x from which threads share in unpacking it
 constexpr int64_t kChunkBytes = 128 << 10;         // of weights: what a thread takes at a time
+constexpr int64_t kPackedChunkBytes = 64 << 10;    // of packed ones, at most
+constexpr int64_t kChunksPerThread = 8;            // at least, so that threads finish together
 
 struct XTag {};
 struct PanelTag {};

@@ -1,34 +1,28 @@
-// y = x @ w^T on weights that were packed once, when they were loaded. Included after linear_kernel.h, whose
-// sums it computes: the same elements in the same order, so the bits are equal.
+// y = x @ w^T on float32 weights that were packed once, when they were loaded. Included after linear_kernel.h,
+// whose sums it computes: the same elements in the same order, so the bits are equal; and after fixed_kernel.h,
+// which takes bfloat16 weights.
 //
 // A matrix [n, k], n a multiple of kTileCols and k of kGroup, is cut into panels of kTileCols output channels,
 // and stays as large as it was. A panel is [block of K][pair of lanes][step][lane of the pair][channel]:
 // few rows take both lanes of a pair at once, so that they read memory in sequence; load_half() of a step
 // gives the first and the last kLanes channels.
 
-constexpr int64_t kPackedChunkBytes = 64 << 10;  // of weights: what a thread takes at a time, at most
-constexpr int64_t kChunksPerThread = 8;          // at least, so that threads finish together
 constexpr int64_t kDirectRows = 8;               // more rows read weights that were widened once for all
 
 struct WideTag {};
 
-// Where channel c of a step is kept.
-template <typename W>
-inline int channel_place(int c) { return sizeof(W) == 2 ? c % kLanes * 2 + c / kLanes : c; }
-
 // One panel: kTileCols rows of w.
-template <typename W>
-void pack_rows(const W* w, int64_t k, W* out) {
+inline void pack_rows(const float* w, int64_t k, float* out) {
   for (int64_t start = 0; start < k; start += kBlock) {
     const int64_t length = k - start < kBlock ? k - start : kBlock, steps = length / kLanes;
-    W* block = out + start * kTileCols;
+    float* block = out + start * kTileCols;
     for (int c = 0; c < kTileCols; ++c) {
-      const W* row = w + c * k + start;
+      const float* row = w + c * k + start;
       for (int64_t g = 0; g < length; g += kGroup) {
-        W* to = block + 2 * (g / kLanes) * kTileCols + channel_place<W>(c);
+        float* to = block + 2 * (g / kLanes) * kTileCols + c;
         for (int o = 0; o < kGroup; ++o) {
-          const int lane = pair_lane<W>(o);
-          to[(lane / 2 * (2 * steps) + pair_half<W>(o) * 2 + lane % 2) * kTileCols] = row[g + o];
+          const int lane = pair_lane<float>(o);
+          to[(lane / 2 * (2 * steps) + pair_half<float>(o) * 2 + lane % 2) * kTileCols] = row[g + o];
         }
       }
     }
@@ -38,11 +32,12 @@ void pack_rows(const W* w, int64_t k, W* out) {
 void pack(const PackArgs& args, Pool& pool) {
   const int64_t panel = args.k * kTileCols;
   pool.parallel_for(args.rows / kTileCols, [&args, panel](int64_t i) {
-    const auto run = [&](auto* w, auto* out) { pack_rows(w + i * panel, args.k, out + i * panel); };
     if (args.dtype == Dtype::kBfloat16) {
-      run(static_cast<const bf16*>(args.w), static_cast<bf16*>(args.out));
+      const int64_t fixed_panel = panel + kFixedScaleWords * kTileCols;
+      pack_fixed_rows(static_cast<const bf16*>(args.w) + i * panel, args.k,
+                      static_cast<int16_t*>(args.out) + i * fixed_panel);
     } else {
-      run(static_cast<const float*>(args.w), static_cast<float*>(args.out));
+      pack_rows(static_cast<const float*>(args.w) + i * panel, args.k, static_cast<float*>(args.out) + i * panel);
     }
   });
 }
@@ -51,8 +46,8 @@ void pack(const PackArgs& args, Pool& pool) {
 // after the other; a step of weights is kStep elements. Together they are chains enough to keep the units
 // busy. On the way the cache lines at `ahead` are asked for, kSide of them every second step, `ahead_bytes`
 // apart. Not inlined: inside a larger function GCC runs out of registers, and sums go through memory.
-template <int kRows, int kSide, int kStep, typename W>
-__attribute__((noinline)) void packed_tile(const float* x, int64_t x_lane, const W* w, int64_t steps, float* sums,
+template <int kRows, int kSide, int kStep>
+__attribute__((noinline)) void packed_tile(const float* x, int64_t x_lane, const float* w, int64_t steps, float* sums,
                                            const char* ahead, int64_t ahead_bytes) {
   vf acc[kSide][kRows][2];
 #pragma GCC unroll 8
@@ -94,28 +89,25 @@ __attribute__((noinline)) void packed_tile(const float* x, int64_t x_lane, const
 }
 
 // What is read next while lane j of a block is computed: blocks and panels lie one after the other.
-template <typename W>
-inline const char* after_lane(const W* block, int64_t j, int64_t steps) {
+inline const char* after_lane(const float* block, int64_t j, int64_t steps) {
   return reinterpret_cast<const char*>(block + (j + 2) * steps * kTileCols);
 }
 
 // Lane j of a block.
-template <typename W>
-inline const W* lane_of(const W* block, int64_t j, int64_t steps) {
+inline const float* lane_of(const float* block, int64_t j, int64_t steps) {
   return block + (j / 2 * (2 * steps) + j % 2) * kTileCols;
 }
 
 // All lanes of a block, for one row tile.
-template <int kRows, int kSide, typename W>
-inline void add_lanes(const float* x, int64_t x_lane, const W* block, int64_t steps, float* sums, int64_t ahead_bytes) {
+template <int kRows, int kSide>
+inline void add_lanes(const float* x, int64_t x_lane, const float* block, int64_t steps, float* sums, int64_t ahead_bytes) {
   for (int j = 0; j < kLanes; j += kSide, x += kSide * x_lane) {
     packed_tile<kRows, kSide, 2 * kTileCols>(x, x_lane, lane_of(block, j, steps), steps, sums,
                                              after_lane(block, j, steps), ahead_bytes);
   }
 }
 
-template <typename W>
-void add_block(int rows, const float* x, int64_t x_lane, const W* block, int64_t steps, float* sums,
+inline void add_block(int rows, const float* x, int64_t x_lane, const float* block, int64_t steps, float* sums,
                int64_t ahead_bytes) {
   switch (rows) {
     case 1: return add_lanes<1, 2>(x, x_lane, block, steps, sums, ahead_bytes);
@@ -128,8 +120,7 @@ void add_block(int rows, const float* x, int64_t x_lane, const W* block, int64_t
 }
 
 // A lane of a block as float32, [step][channel].
-template <typename W>
-inline void widen(const W* w, int64_t steps, float* out) {
+inline void widen(const float* w, int64_t steps, float* out) {
   for (int64_t s = 0; s < steps; ++s, w += 2 * kTileCols, out += kTileCols) {
     store(out, load_half(w, 0));
     store(out + kLanes, load_half(w, 1));
@@ -146,16 +137,15 @@ inline void add_wide_lane(int rows, const float* x, const float* wide, int64_t s
   }
 }
 
-template <typename W>
-void linear_packed_typed(const LinearArgs& args, Pool& pool) {
+inline void linear_packed_float(const LinearArgs& args, Pool& pool) {
   const int64_t n = args.n, k = args.k;
-  const W* w = static_cast<const W*>(args.w);
+  const float* w = static_cast<const float*>(args.w);
   for (int64_t top = 0; top < args.m; top += kPassRows) {
     const int64_t m = args.m - top < kPassRows ? args.m - top : kPassRows;
     float* xs = thread_scratch<XTag>(m * k);
-    unpack_rows<W>(args, top, m, xs, pool);
+    unpack_rows<float>(args, top, m, xs, pool);
 
-    const int64_t panels = n / kTileCols, panel_bytes = k * kTileCols * sizeof(W);
+    const int64_t panels = n / kTileCols, panel_bytes = k * kTileCols * sizeof(float);
     int64_t chunk = panels / (kChunksPerThread * pool.num_threads());
     if (chunk > kPackedChunkBytes / panel_bytes) chunk = kPackedChunkBytes / panel_bytes;
     if (chunk < 1) chunk = 1;
@@ -166,7 +156,7 @@ void linear_packed_typed(const LinearArgs& args, Pool& pool) {
         std::memset(sums, 0, m * kTileCols * sizeof(float));
         for (int64_t start = 0; start < k; start += kBlock) {
           const int64_t length = k - start < kBlock ? k - start : kBlock, steps = length / kLanes;
-          const W* block = w + (p * k + start) * kTileCols;
+          const float* block = w + (p * k + start) * kTileCols;
           const float* x = xs + m * start;
           if (m <= kDirectRows) {
             for_each_row_tile(m, [&](int64_t row, int rows) {
@@ -190,9 +180,9 @@ void linear_packed_typed(const LinearArgs& args, Pool& pool) {
 }
 
 void linear_packed(const LinearArgs& args, Pool& pool) {
-  if (args.w_dtype == Dtype::kBfloat16) {
-    linear_packed_typed<bf16>(args, pool);
+  if (args.w_dtype == Dtype::kInt16) {
+    linear_fixed(args, pool);
   } else {
-    linear_packed_typed<float>(args, pool);
+    linear_packed_float(args, pool);
   }
 }

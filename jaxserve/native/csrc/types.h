@@ -32,7 +32,7 @@ inline void from_float(float x, bf16* out) {
 }
 inline void from_float(float x, float* out) { *out = x; }
 
-enum class Dtype { kFloat32, kBfloat16 };
+enum class Dtype { kFloat32, kBfloat16, kInt16 };
 
 // y[m, n] = sum_k x[m, k] * w[n, k]
 struct LinearArgs {
@@ -43,7 +43,8 @@ struct LinearArgs {
   void* y;
 };
 
-// out: w in the order that the packed kernel reads. w and out: [rows, k], all layers' output channels.
+// out: w in the order that the packed kernel reads. w and out: [rows, k], all layers' output channels; out of
+// bfloat16 is [rows, k + 2] of int16.
 struct PackArgs {
   int64_t rows, k;
   Dtype dtype;

@@ -116,3 +116,28 @@ inline void store_pairs_transposed(const float*, const Row& row, float* out, int
     for (int j = 0; j < 4; ++j) store(dst + j * lane_stride, r[j]);
   }
 }
+
+// The larger of each lane; NaN where either is one.
+inline vf max_or_nan(vf a, vf b) {
+  return _mm256_or_ps(_mm256_max_ps(a, b), _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+}
+inline vf to_floats(vi v) { return _mm256_cvtepi32_ps(v); }
+// kLanes pairs of 16-bit integers.
+inline vi load_pairs(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const vi*>(p)); }
+// 2 * kLanes values, rounded to 16-bit integers, in their order.
+inline void store_fixed(int32_t* p, vf a, vf b) {
+  const vi packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+  _mm256_storeu_si256(reinterpret_cast<vi*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+// a0 and a1 += the pair at x, multiplied and added, times each pair of b0 and b1. In assembly, since GCC moves the
+// loads of several rows ahead of their use, and then has no registers left for the sums.
+inline void add_pairs(const int32_t* x, vi b0, vi b1, vi& a0, vi& a1) {
+  vi both, first;
+  asm("vpbroadcastd %[x], %[both]\n\t"
+      "vpmaddwd %[b0], %[both], %[first]\n\t"
+      "vpaddd %[first], %[a0], %[a0]\n\t"
+      "vpmaddwd %[b1], %[both], %[both]\n\t"
+      "vpaddd %[both], %[a1], %[a1]"
+      : [a0] "+x"(a0), [a1] "+x"(a1), [both] "=&x"(both), [first] "=&x"(first)
+      : [b0] "x"(b0), [b1] "x"(b1), [x] "m"(*x));
+}

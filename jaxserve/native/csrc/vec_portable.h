@@ -71,3 +71,29 @@ inline void store_pairs_transposed(const T*, const Row& row, float* out, int64_t
     store(out + half_stride, vf{y[0][j], y[1][j], y[2][j], y[3][j]});
   }
 }
+
+inline vf max_or_nan(vf a, vf b) {
+  const vf larger = a > b ? a : b;
+  return (a != a) ? a : (b != b) ? b : larger;
+}
+inline vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
+inline vi load_pairs(const int16_t* p) {
+  vi v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store_fixed(int32_t* p, vf a, vf b) {
+  int16_t values[2 * kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    values[i] = static_cast<int16_t>(std::lrintf(a[i]));
+    values[kLanes + i] = static_cast<int16_t>(std::lrintf(b[i]));
+  }
+  std::memcpy(p, values, sizeof values);
+}
+inline void add_pairs(const int32_t* x, vi b0, vi b1, vi& a0, vi& a1) {
+  int16_t pair[2];
+  std::memcpy(pair, x, sizeof pair);
+  const auto dot = [&pair](vi b) { return (b << 16 >> 16) * pair[0] + (b >> 16) * pair[1]; };
+  a0 += dot(b0);
+  a1 += dot(b1);
+}
