@@ -102,9 +102,9 @@ def _native_linear(
 ) -> jax.Array:
     from jaxserve import native
 
-    if weight.dtype == jnp.int16 and layer is None:
+    if layer is None and weight.dtype == jnp.int16:
         return native.linear_packed(x, weight[None], jnp.int32(0), out_dtype=out_dtype)
-    if weight.dtype == jnp.int16 or (layer is not None and native.packable(weight.shape, weight.dtype)):
+    if layer is not None and (weight.dtype == jnp.int16 or native.packable(weight.shape, weight.dtype)):
         return native.linear_packed(x, weight, layer, out_dtype=out_dtype)
     return native.linear(x, weight, layer, out_dtype=out_dtype)
 
