@@ -48,8 +48,8 @@ class Engine:
     when its text can't be made or when the engine dies.
 
     A turn launches the next step before it reads the ids of the one before, so the device works while
-    the host does. Where a row of that step has a grammar, the ids are read before its sampler is launched, and
-    behind its forward pass. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
+    the host does. Where a row of that step has a grammar, the ids are read behind the step's forward pass and
+    before its sampler. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
     """
 
     def __init__(
@@ -295,9 +295,9 @@ class Engine:
                 continue
             try:
                 text, finish_reason, stop_reason = live.output.add(token_id)
-                if seq.request.grammar is not None and finish_reason != "stop":
-                    if self._grammars.is_complete(seq):  # nothing but an end could follow
-                        text, finish_reason = text + live.output.flush(), "stop"
+                is_open = seq.request.grammar is not None and finish_reason != "stop"
+                if is_open and self._grammars.is_complete(seq):  # nothing but an end could follow
+                    text, finish_reason = text + live.output.flush(), "stop"
             except Exception as error:
                 logger.exception("request %s can't go on", seq.request.request_id)
                 self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))

@@ -29,8 +29,8 @@ class _Answer:
 class Grammars:
     """Owned by the engine thread, which waits while others work for it.
 
-    An answer's state is brought to where it is needed when a mask is. So it outlives a preemption, after which
-    the answer goes on from the ids it has, and starts over when the ids of an answer are sampled again.
+    An answer's state is brought to where it is needed when a mask is. So it outlives a preemption, after
+    which the answer goes on from the ids it has, and starts over when they are sampled once more.
     """
 
     def __init__(self, vocab_size: int):
