@@ -30,6 +30,7 @@ class KVPages:
     def __init__(self, config: EngineConfig):
         self._config = config
         self._page_size = config.page_size
+        self._pinned_chunk = config.max_chunk if config.deterministic else None
         self._reserves = config.admission == "reserve"
         self.prefix = PrefixCache()
         self.pool = PageAllocator(config.num_pages, self.prefix.forget)
@@ -57,18 +58,18 @@ class KVPages:
         assert not seq.pages, f"{seq} holds pages before its first step"
         self.num_reserved += seq.most_pages
         seq.register_at = NEVER
-        if not seq.num_launched_outputs:
+        if not seq.output_ids:
             seq.num_hit = 0
         if self._config.enable_prefix_caching:
             seq.chain = Chain(seq.request.cache_salt)
-            seq.register_at = self._page_size
+            self._register_next(seq, self._page_size)
         self.adopt(seq)
 
     def adopt(self, seq: Sequence) -> None:
         """Take over what the cache knows of the tokens after those that the sequence has.
 
-        The last token is never part of it: it is computed, for its logits. Ends at a multiple of
-        `hit_alignment`. Costs one look-up when there is nothing.
+        What is past the sequence's `hit_limit` is never part of it: it must be computed. Ends at a multiple
+        of `hit_alignment`. Costs one look-up when there is nothing.
         """
         chain, page_size = seq.chain, self._page_size
         if chain is None or not chain.is_open or len(chain.entries) * page_size != seq.num_cached:
@@ -81,24 +82,24 @@ class KVPages:
             self.pool.share(entry.page)
             seq.pages.append(entry.page)
             chain.append(entry)
-        if not seq.num_launched_outputs:
+        if not seq.output_ids:
             seq.num_hit += end - seq.num_cached
         seq.num_cached = end
-        seq.register_at = end + page_size
+        self._register_next(seq, end + page_size)
 
     def can_adopt_more(self, seq: Sequence) -> bool:
         """Whether the next page of its prompt need not be computed if another sequence computes it."""
         chain = seq.chain
         if chain is None or not chain.is_open or len(chain.entries) * self._page_size != seq.num_cached:
             return False
-        end = min(seq.num_prompt, seq.num_to_prefill - 1)
+        end = min(seq.num_prompt, seq.hit_limit)
         return seq.num_cached < end - end % self._config.hit_alignment
 
     def _find(self, seq: Sequence, chain: Chain, start: int) -> list[CachedPage]:
         """The pages that the sequence can take over from position `start` on, where `chain` ends."""
         page_size = self._page_size
-        last_start = seq.num_to_prefill - page_size  # of a page that ends before the last token
-        tokens = (seq.tokens(at, at + page_size) for at in range(start, last_start, page_size))
+        end = seq.hit_limit
+        tokens = (seq.tokens(at, at + page_size) for at in range(start, end - page_size + 1, page_size))
         found = self.prefix.matches(chain, tokens)
         end = start + len(found) * page_size
         end -= end % self._config.hit_alignment
@@ -117,7 +118,7 @@ class KVPages:
         """Take the row's new pages and advance the position. First for all rows of a plan, so that none
         of them finds a page that was given back meanwhile."""
         assert row.start == seq.num_cached, f"{row} does not begin where {seq} is"
-        if row.params is not None and seq.chain is not None and not seq.num_launched_outputs:
+        if row.params is not None and seq.chain is not None and not seq.output_ids:
             self.num_queried_tokens += seq.num_prompt
             self.num_hit_tokens += seq.num_hit
         num_new = self._config.pages_for(row.start + row.query_len) - len(seq.pages)
@@ -159,9 +160,19 @@ class KVPages:
                 self.num_reserved += 1
                 self.pool.share(entry.page)
                 seq.remaps.append((index, entry.page))
-            seq.register_at += self._page_size
+            self._register_next(seq, seq.register_at + self._page_size)
         if not chain.is_open:
             seq.register_at = NEVER
+
+    def _register_next(self, seq: Sequence, end: int) -> None:
+        """Have the page that ends at `end` registered once it is full, if others may share it.
+
+        A deterministic engine shares whole chunks of prompts only. What a shorter chunk or a decode step
+        wrote has other bits than what a prompt of the same tokens would compute there.
+        """
+        chunk = self._pinned_chunk
+        is_shared = chunk is None or end <= seq.num_prompt - seq.num_prompt % chunk
+        seq.register_at = end if is_shared and seq.registers else NEVER
 
     def awaits_ids(self, seq: Sequence) -> bool:
         """Whether a full page could be registered if only the ids of its tokens were known."""

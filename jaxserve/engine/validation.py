@@ -13,9 +13,9 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int | None
     limit = f"this model's maximum context length is {config.max_model_len} tokens"
     if not prompt_ids:
         raise RequestError(f"the prompt is empty: it needs at least one token; {limit}", param="prompt")
-    if params.max_tokens < 1:
-        raise RequestError(f"max_tokens={params.max_tokens} must be at least 1", param="max_tokens")
-    if len(prompt_ids) >= config.max_model_len:
+    if params.max_tokens < 0:
+        raise RequestError(f"max_tokens={params.max_tokens} must be at least 0", param="max_tokens")
+    if len(prompt_ids) >= config.max_model_len + (params.max_tokens == 0):
         raise ContextLengthError(
             f"{limit}, but the prompt has {len(prompt_ids)} and at least one must be left for the output; "
             "shorten the prompt",
@@ -37,11 +37,22 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int | None
             param="priority",
             code="unsupported_parameter",
         )
+    _check_logprobs("logprobs", params.logprobs, config)
+    _check_logprobs("prompt_logprobs", params.prompt_logprobs, config)
     if "" in params.stop:
         raise RequestError("stop must not hold an empty string: it would end every text", param="stop")
     if vocab_size is not None:
         _check_ids("prompt", prompt_ids, vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_logprobs(field: str, count: int | None, config: EngineConfig) -> None:
+    if count is not None and not 0 <= count <= config.max_logprobs:
+        raise RequestError(
+            f"{field}={count} must be from 0 to {config.max_logprobs}, the most likely tokens that this "
+            "server tells of at a place; ask for fewer, or raise --max-logprobs",
+            param=field,
+        )
 
 
 def _check_ids(field: str, ids: tuple[int, ...] | frozenset[int], vocab_size: int) -> None:

@@ -194,7 +194,10 @@ def test_a_full_queue_refuses_and_opens_again(inbox, runner):
         (request("a", 0), RequestError, "prompt is empty.*maximum context length is 100 tokens"),
         (request("a", 100, 1), ContextLengthError, "maximum context length is 100 tokens.*has 100"),
         (request("a", 91, 10), ContextLengthError, "maximum context length is 100 tokens.*101.*lower.* 9"),
-        (request("a", 5, 0), RequestError, "max_tokens=0"),
+        (request("a", 5, -1), RequestError, "max_tokens=-1 must be at least 0"),
+        (request("a", 101, 0), ContextLengthError, "prompt has 101"),
+        (request("a", 5, logprobs=21), RequestError, "logprobs=21 must be from 0 to 20.*--max-logprobs"),
+        (request("a", 5, prompt_logprobs=-1), RequestError, "prompt_logprobs=-1 must be from 0 to 20"),
         (request("a", stop=("",)), RequestError, "stop must not hold an empty string"),
         (
             request("a", stop_token_ids=frozenset({-1})),
