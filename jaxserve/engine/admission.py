@@ -49,5 +49,5 @@ class Admission:
 
     def _expected_pages(self, seq: Sequence) -> int:
         page_size = self._page_size
-        outputs = max(self.mean_output, seq.num_launched_outputs + page_size)
+        outputs = max(self.mean_output, max(seq.num_launched_outputs, len(seq.output_ids)) + page_size)
         return min(seq.most_pages, ceil((seq.num_prompt + outputs) / page_size))

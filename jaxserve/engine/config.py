@@ -176,8 +176,8 @@ class EngineConfig:
             )
         if self.deterministic and len(buckets) > 1:
             raise ConfigError(
-                f"decode_buckets={buckets} contradicts deterministic: which of them a step takes depends on how "
-                f"many decode; list only {buckets[-1]}, or leave the key out to derive it"
+                f"decode_buckets={buckets} contradicts deterministic: which of them a step takes depends on "
+                f"how many decode; list only {buckets[-1]}, or leave the key out to derive it"
             )
 
     def _check_prefill_buckets(self, buckets: Iterable[Shape]) -> None:
@@ -196,8 +196,8 @@ class EngineConfig:
                 )
             if self.deterministic and batch > 1:
                 raise ConfigError(
-                    f"prefill_buckets: {batch} x {queries} contradicts deterministic: a prompt must not share a "
-                    "step; list shapes of one row only, or leave the key out to derive them"
+                    f"prefill_buckets: {batch} x {queries} contradicts deterministic: a prompt must not share "
+                    "a step; list shapes of one row only, or leave the key out to derive them"
                 )
             if shape in seen:
                 raise ConfigError(f"prefill_buckets: {batch} x {queries} is listed twice; drop one")
