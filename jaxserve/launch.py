@@ -47,6 +47,7 @@ class LaunchOptions:
     scheduling_policy: Literal["fcfs", "priority"] = EngineConfig.scheduling_policy
     admission: Literal["optimistic", "reserve"] = EngineConfig.admission
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
+    decode_steps: int = EngineConfig.decode_steps
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     compile_cache: Path | None = None
@@ -113,6 +114,7 @@ def load_engine(
         scheduling_policy=options.scheduling_policy,
         admission=options.admission,
         enable_prefix_caching=options.enable_prefix_caching,
+        decode_steps=options.decode_steps,
     )
     log.info(
         "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d",

@@ -130,6 +130,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         default=EngineConfig.enable_prefix_caching,
         help="keep the pages of prompts and answers for prompts that begin alike (default: on)",
     )
+    batching.add_argument(
+        "--decode-steps", type=count, default=EngineConfig.decode_steps, metavar="K",
+        help="tokens of each stream that one launch decodes while nobody waits: fewer gaps between steps, but "
+        "tokens come K at a time and new requests wait for the launch at hand",
+    )
     device = parser.add_argument_group("device")
     device.add_argument(
         "--step-timeout", type=positive_seconds, default=EngineConfig.step_timeout_s, metavar="SECONDS",
@@ -164,6 +169,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         scheduling_policy=args.scheduling_policy,
         admission=args.admission,
         enable_prefix_caching=args.enable_prefix_caching,
+        decode_steps=args.decode_steps,
         attention_backend=args.attention_backend,
         linear_backend=args.linear_backend,
         compile_cache=args.compile_cache,

@@ -1,7 +1,7 @@
 """A Step as one packed int32 array: a single small upload a launch.
 
-A prefill row   | slot start query_len sample has_params first_page num_pages | params | end_ids | pages | tokens |
-A decode row    | slot start query_len first_page num_pages page |
+A prefill row   slot start query_len sample has_params first_page num_pages | params | end_ids | pages | tokens
+A decode row    slot start query_len first_page num_pages | pages
 
 Padding rows point at the trash slot with query_len 0.
 """
@@ -16,34 +16,40 @@ from jaxserve.runtime.state import ENDED, NUM_PARAMS, pack_params
 
 SLOT, START, QUERY_LEN, SAMPLE, HAS_PARAMS, FIRST_PAGE, NUM_PAGES = range(7)
 PREFILL_HEADER = 7
-D_SLOT, D_START, D_QUERY_LEN, D_FIRST_PAGE, D_NUM_PAGES, D_PAGE = range(6)
-DECODE_COLUMNS = 6
+D_SLOT, D_START, D_QUERY_LEN, D_FIRST_PAGE, D_NUM_PAGES = range(5)
+DECODE_HEADER = 5
 
 
 def packed_shape(kind: str, batch: int, queries: int, config: EngineConfig) -> tuple[int, int]:
-    """Shape of the array that `pack` makes."""
-    if kind == "decode":
-        return batch, DECODE_COLUMNS
+    """Shape of the array that `pack` makes; `queries` of a decode step are its iterations."""
+    if kind != "prefill":
+        return batch, DECODE_HEADER + config.pages_for(queries)  # so many new pages a row takes at most
     return batch, PREFILL_HEADER + NUM_PARAMS + MAX_END_IDS + config.pages_per_seq + queries
 
 
 def pack(step: Step, config: EngineConfig) -> np.ndarray:
     """`step`, padded to its rectangle. A new array each time: the device may read it in place."""
-    packed = np.zeros(packed_shape(step.kind, step.batch, step.queries, config), np.int32)
+    queries = max(step.queries, step.iterations)  # one of them is 1
+    packed = np.zeros(packed_shape(step.kind, step.batch, queries, config), np.int32)
     packed[len(step.rows) :, SLOT] = config.max_num_seqs  # SLOT and D_SLOT are the same column
     if step.kind == "decode":
-        for out, row in zip(packed, step.rows):
-            out[:] = _decode_row(row)
+        if step.rows:
+            _fill_decode_rows(packed, step.rows)
     else:
         for out, row in zip(packed, step.rows):
             _fill_prefill_row(out, row, config)
     return packed
 
 
-def _decode_row(row: Row) -> tuple[int, ...]:
-    assert len(row.new_pages) <= 1, "one decoded token needs at most one new page"
-    page = row.new_pages[0] if row.new_pages else 0
-    return row.slot, row.start, 1, row.first_page, len(row.new_pages), page
+def _fill_decode_rows(out: np.ndarray, rows: tuple[Row, ...]) -> None:
+    most_pages = out.shape[1] - DECODE_HEADER
+    out[: len(rows), :DECODE_HEADER] = [
+        (row.slot, row.start, row.query_len, row.first_page, len(row.new_pages)) for row in rows
+    ]
+    for line, row in zip(out, rows):
+        if pages := row.new_pages:
+            assert len(pages) <= most_pages, f"{len(pages)} new pages for {row.query_len} decoded tokens"
+            line[DECODE_HEADER : DECODE_HEADER + len(pages)] = pages
 
 
 def _fill_prefill_row(out: np.ndarray, row: Row, config: EngineConfig) -> None:

@@ -27,15 +27,17 @@ from jaxserve.runtime import batch as layout
 from jaxserve.runtime import logprobs as scoring
 from jaxserve.runtime import shaping
 from jaxserve.runtime.executables import Executables, fingerprint, without_jax_cache
+from jaxserve.runtime.huge_pages import use_huge_pages
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
-from jaxserve.runtime.step import Rows, make_forward, make_sampler
+from jaxserve.runtime.step import Rows, make_forward, make_loop, make_sampler
 from jaxserve.types import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
+SAMPLERS = ("greedy", "random")
 # ("prefill" | "decode", B, Q); ("greedy" | "random" | "logprobs" | "shape" | "count", B, 1); ("admit", 1, 1);
-# ("score", T, 1) for T = B * Q
+# ("score", T, 1) for T = B * Q; ("loop_greedy" | "loop_random", B, decode_steps)
 Key = tuple[str, int, int]
 
 
@@ -44,7 +46,7 @@ class Launched:
     """A step on its way, and the arrays that come back for it."""
 
     step: Step
-    ids: jax.Array  # [B]
+    ids: jax.Array  # [B], or [iterations, B]
     logprobs: jax.Array | None  # of the ids, packed as in runtime/logprobs.py; None: no row asks for them
     scores: jax.Array | None  # of the rows' targets, the same
     params: tuple[SamplingParams, ...]  # by row
@@ -79,6 +81,7 @@ class ModelRunner:
         self.model, self.config, self.backend = model, config, backend
         decoder = abstract_decoder(model, dtype)
         self._leaves = prepare_params(decoder, params, backend)
+        use_huge_pages(self._leaves)
         name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
         executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
@@ -115,10 +118,14 @@ class ModelRunner:
         new = shaping.slot_shaping(SamplingParams(1), History((), (), ()), self.model.vocab_size)
         self._shaping = self._steps["admit", 1, 1](self._shaping, np.int32(self.config.max_num_seqs), new)
         logits = self._shape(Step("decode", batch, 1, ()), logits, rows, [], None)
-        for kind in ("greedy", "random"):
+        for kind in SAMPLERS:
             self._state, ids = self._steps[kind, batch, 1](self._state, logits, rows)
         self._shaping = self._steps["count", batch, 1](self._shaping, rows, ids)
         jax.block_until_ready(self._steps["logprobs", batch, 1](logits, ids))
+        if (iterations := self.config.decode_steps) > 1:
+            for sampler in SAMPLERS:
+                ids = self._loop(Step("decode", batch, 1, (), iterations), sampler)
+            jax.block_until_ready(ids)
 
     def launch(self, plan: Plan, masks: MaskSource | None = None) -> Handle:
         """Start the plan's steps on the device, in order, and the copies of their ids to the host.
@@ -137,6 +144,10 @@ class ModelRunner:
                     self._admit(row)
             params = tuple(self._params[row.slot] for row in step.rows)
             sampled = [one for row, one in zip(step.rows, params) if row.sample]
+            if step.iterations > 1:
+                ids = self._loop(step, sampler_kind(sampled))
+                handle.append(Launched(step, ids, None, None, params))
+                continue
             forward = self._steps[step.kind, step.batch, step.queries]
             sampler = self._steps[sampler_kind(sampled), step.batch, 1]
             packed = layout.pack(step, self.config)
@@ -159,6 +170,13 @@ class ModelRunner:
             scores = self._score(step, hidden) if step.kind == "prefill" else None
             handle.append(Launched(step, ids, logprobs, scores, params))
         return handle
+
+    def _loop(self, step: Step, sampler: str) -> jax.Array:
+        program = self._steps[f"loop_{sampler}", step.batch, step.iterations]
+        packed = layout.pack(step, self.config)
+        self._kv, self._state, ids = program(self._leaves, self._kv, self._state, packed)
+        ids.copy_to_host_async()
+        return ids
 
     def _admit(self, row: Row) -> None:
         """Tell the device how to shape the logits of the row's slot, if the request wants that."""
@@ -192,7 +210,7 @@ class ModelRunner:
 
 def _result(launched: Launched) -> StepResult:
     step = launched.step
-    ids = tuple(np.asarray(launched.ids)[: len(step.rows)].tolist())
+    ids = tuple(np.asarray(launched.ids).T[: len(step.rows)].ravel().tolist())
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     if launched.logprobs is not None:
         counts = [one.logprobs if row.sample else None for row, one in zip(step.rows, launched.params)]
@@ -215,7 +233,9 @@ def shapes(config: EngineConfig) -> list[Key]:
     decode = [("decode", batch, 1) for batch in config.decode_buckets]
     batches = sorted({batch for _, batch, _ in prefill + decode})
     num_tokens = sorted({batch * queries for _, batch, queries in prefill})
+    loops = [(f"loop_{kind}", batch, config.decode_steps) for _, batch, _ in decode for kind in SAMPLERS]
     return [
+        *(loops if config.decode_steps > 1 else ()),
         *(("random", batch, 1) for batch in batches),
         *sorted(prefill + decode, key=lambda key: -key[1] * key[2]),
         *(("score", count, 1) for count in num_tokens),
@@ -282,8 +302,13 @@ def compile_steps(
         for kind in ("prefill", "decode")
     }
     sampler = {
-        kind: jax.jit(make_sampler(config, random=kind == "random"), donate_argnums=0)
-        for kind in ("greedy", "random")
+        kind: jax.jit(make_sampler(config, random=kind == "random"), donate_argnums=0) for kind in SAMPLERS
+    }
+    loops = {
+        f"loop_{kind}": jax.jit(
+            make_loop(decoder, config, backend, random=kind == "random"), donate_argnums=(1, 2)
+        )
+        for kind in SAMPLERS
     }
     others = {
         "admit": jax.jit(shaping.admit, donate_argnums=0),
@@ -299,7 +324,7 @@ def compile_steps(
 
     def arguments(key: Key) -> tuple[Any, ...]:
         kind, batch, _ = key
-        if kind in forward:
+        if kind in forward or kind in loops:
             return abstract, kv, state, jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
         if kind == "score":
             wanted = jax.ShapeDtypeStruct((2, scoring.num_scored(batch, vocab_size)), jnp.int32)
@@ -323,6 +348,8 @@ def compile_steps(
     def result_tree(key: Key) -> Any:
         if key[0] in forward:
             return jax.tree.structure((kv, state, 0, rows_of(key[1]), 0 if key[0] == "prefill" else None))
+        if key[0] in loops:
+            return jax.tree.structure((kv, state, 0))
         if key[0] in ("admit", "count"):
             return jax.tree.structure(slots_shaping)
         return jax.tree.structure(0 if key[0] in others else (state, 0))
@@ -331,7 +358,7 @@ def compile_steps(
         args = arguments(key)
         found = executables.load(key, jax.tree.structure((args, {})), result_tree(key))
         if found is None:
-            found = {**forward, **sampler, **others}[key[0]].lower(*args).compile()
+            found = {**forward, **loops, **sampler, **others}[key[0]].lower(*args).compile()
             executables.save(key, found)
         return found
 

@@ -2,7 +2,8 @@
 
 They are two programs because they vary in different ways: the forward pass with (B, Q), sampling with B
 and with whether any row draws at random. Together they would be compiled for every combination, and a
-greedy batch would carry the code of all filters.
+greedy batch would carry the code of all filters. Several decode steps in one launch (`make_loop`) need both
+in one program; these are only made where they are asked for.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ Forward = Callable[
     tuple[KVCache, SlotState, jax.Array, Rows, jax.Array | None],
 ]
 Sampler = Callable[[SlotState, jax.Array, Rows], tuple[SlotState, jax.Array]]
+Loop = Callable[
+    [list[jax.Array], KVCache, SlotState, jax.Array], tuple[KVCache, SlotState, jax.Array]
+]
 
 
 def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backend) -> Forward:
@@ -89,6 +93,51 @@ def make_sampler(config: EngineConfig, *, random: bool) -> Sampler:
     return sampler
 
 
+def make_loop(model: Decoder, config: EngineConfig, backend: Backend, *, random: bool) -> Loop:
+    """loop(leaves, kv, state, packed) -> (kv, state, ids [K, B]), K = `config.decode_steps`; kv and state are
+    donated.
+
+    As K decode steps with their samplers: the forward pass takes what the sampler picked. A row goes on
+    for its query_len, or until its slot has ended; the loop goes on while any row does. Ids behind a row's
+    end mean nothing.
+    """
+    graph, abstract = nnx.split(model)
+    structure = jax.tree.structure(abstract)
+    sampler = make_sampler(config, random=random)
+    K = config.decode_steps
+    Carry = tuple[jax.Array, KVCache, SlotState, jax.Array]  # iteration, kv, state, ids so far
+
+    def loop(
+        leaves: list[jax.Array], kv: KVCache, state: SlotState, packed: jax.Array
+    ) -> tuple[KVCache, SlotState, jax.Array]:
+        decoder = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        slots, start = packed[:, layout.D_SLOT], packed[:, layout.D_START]
+        state, *_ = _read_decode(state, packed, config)
+
+        def is_live(i: jax.Array, state: SlotState) -> jax.Array:  # [B]
+            return (i < packed[:, layout.D_QUERY_LEN]) & (state.last_id[slots] != ENDED)
+
+        def goes_on(carry: Carry) -> jax.Array:
+            i, _, state, _ = carry
+            return (i < K) & jnp.any(is_live(i, state))
+
+        def decode(carry: Carry) -> Carry:
+            i, kv, state, ids = carry
+            live = is_live(i, state)
+            tokens = jnp.maximum(state.last_id[slots], 0)[:, None]
+            batch = Batch(tokens, state.page_table[slots], start + i, live.astype(jnp.int32))
+            hidden, kv = decoder.hidden(kv, batch, backend, page_size=config.page_size)
+            logits = decoder.logits(hidden[:, 0], backend)
+            state, new_ids = sampler(state, logits, Rows(slots, batch.start + batch.query_lens, live))
+            return i + 1, kv, state, ids.at[i].set(new_ids)
+
+        ids = jnp.full((K, packed.shape[0]), ENDED, jnp.int32)
+        _, kv, state, ids = jax.lax.while_loop(goes_on, decode, (jnp.int32(0), kv, state, ids))
+        return kv, state, ids
+
+    return loop
+
+
 def _read_prefill(
     state: SlotState, packed: jax.Array, config: EngineConfig
 ) -> tuple[SlotState, jax.Array, jax.Array, jax.Array]:
@@ -98,15 +147,15 @@ def _read_prefill(
     pages_at = end_ids_at + MAX_END_IDS
     slots = packed[:, layout.SLOT]
     new_pages = packed[:, pages_at : pages_at + P]
-    columns = packed[:, layout.FIRST_PAGE, None] + jnp.arange(P)
-    columns = jnp.where(jnp.arange(P) < packed[:, layout.NUM_PAGES, None], columns, P)  # P is out: dropped
-    page_table = state.page_table.at[slots[:, None], columns].set(new_pages, mode="drop")
+    state = _take_pages(
+        state, slots, packed[:, layout.FIRST_PAGE], packed[:, layout.NUM_PAGES], new_pages, config
+    )
     has_params = packed[:, layout.HAS_PARAMS] > 0
     target = jnp.where(has_params, slots, trash)
     new_params, new_end_ids = packed[:, layout.PREFILL_HEADER : end_ids_at], packed[:, end_ids_at:pages_at]
     params = state.params.at[target].set(new_params, mode="promise_in_bounds")
     end_ids = state.end_ids.at[target].set(new_end_ids, mode="promise_in_bounds")
-    state = state._replace(page_table=page_table, params=params, end_ids=end_ids)
+    state = state._replace(params=params, end_ids=end_ids)
     return state, packed[:, pages_at + P :], packed[:, layout.QUERY_LEN], packed[:, layout.SAMPLE] > 0
 
 
@@ -118,10 +167,19 @@ def _read_decode(
     The host learns one step late that a sequence has ended. Its row then becomes one of padding.
     """
     slots = packed[:, layout.D_SLOT]
-    gained = packed[:, layout.D_NUM_PAGES] > 0
-    column = jnp.where(gained, packed[:, layout.D_FIRST_PAGE], config.pages_per_seq)
-    page_table = state.page_table.at[slots, column].set(packed[:, layout.D_PAGE], mode="drop")
+    state = _take_pages(state, slots, packed[:, layout.D_FIRST_PAGE], packed[:, layout.D_NUM_PAGES],
+                        packed[:, layout.DECODE_HEADER :], config)  # fmt: skip
     tokens = state.last_id[slots]
     query_lens = jnp.where(tokens == ENDED, 0, packed[:, layout.D_QUERY_LEN])
-    state = state._replace(page_table=page_table)
     return state, jnp.maximum(tokens, 0)[:, None], query_lens, query_lens > 0
+
+
+def _take_pages(
+    state: SlotState, slots: jax.Array, first: jax.Array, counts: jax.Array, pages: jax.Array,
+    config: EngineConfig,
+) -> SlotState:  # fmt: skip
+    """The state with `counts` [B] of `pages` [B, n] in its page tables, from column `first` [B] on."""
+    columns = first[:, None] + jnp.arange(pages.shape[1])
+    is_given = jnp.arange(pages.shape[1]) < counts[:, None]
+    columns = jnp.where(is_given, columns, config.pages_per_seq)  # that is out: dropped
+    return state._replace(page_table=state.page_table.at[slots[:, None], columns].set(pages, mode="drop"))

@@ -100,6 +100,15 @@ def test_every_call_makes_an_array_of_its_own():
     assert not np.shares_memory(one, other)
 
 
+def test_a_row_of_several_decode_steps_has_room_for_the_pages_of_all_of_them():
+    for iterations, num_pages in ((2, 1), (8, 1), (9, 2), (17, 3)):
+        row = Row(1, 3, iterations, None, 0, tuple(range(5, 5 + num_pages)), True, None)
+        packed = pack(Step("decode", 2, 1, (row,), iterations), CONFIG)
+        assert packed.shape == packed_shape("decode", 2, iterations, CONFIG)
+        assert packed[0].tolist() == [1, 3, iterations, 0, num_pages, *row.new_pages]
+        assert packed[1].tolist() == [CONFIG.max_num_seqs, *[0] * (4 + num_pages)]
+
+
 def test_a_decode_row_of_two_pages_is_our_own_mistake():
-    with pytest.raises(AssertionError, match="at most one new page"):
+    with pytest.raises(AssertionError, match="2 new pages for 1 decoded tokens"):
         pack(Step("decode", 2, 1, (Row(0, 3, 1, None, 0, (4, 5), True, None),)), CONFIG)
