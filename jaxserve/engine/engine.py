@@ -286,7 +286,7 @@ class Engine:
         for seq, token_id in sampled:
             live = self._live[seq.request.request_id]
             if seq.has_diverged:
-                logger.error("request %s: after a preemption the device gave other ids", seq.request.request_id)
+                logger.error("request %s got other ids after a preemption", seq.request.request_id)
                 self._end(live, "error", now, error=DIVERGED)
                 continue
             figures = _figures(seq)

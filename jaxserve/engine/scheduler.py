@@ -42,9 +42,9 @@ class Scheduler:
     they can run out. Then sequences are preempted: they lose slot and pages, wait in the place in line
     that they had, and are computed again from their tokens, which are the same, so their output is too. The
     first in line of those who run is spared, so somebody always gets on. Of the others the one of lowest
-    priority goes, and of these the one with least to compute again. A deterministic engine computes the prompt
-    again in the chunks of the first time and its answer token by token, as then, for the KV of a decode step
-    has other bits than that of a prefill; ids that come back a second time are not told again.
+    priority goes, and of these the one with least to compute again. A deterministic engine computes the
+    prompt again in the chunks of the first time and the answer token by token, as then, for the KV of a
+    decode step has other bits than that of a prefill; ids that come back a second time are not told again.
     """
 
     def __init__(self, config: EngineConfig, eos_ids: frozenset[int] = frozenset()):
