@@ -156,7 +156,9 @@ def time_dense(params, model, backend, padded, args) -> float:
         total = jax.lax.fori_loop(0, model.num_layers, body, jnp.zeros((padded, 1), jnp.float32))
         return total + backend.linear(inputs[0] + total.astype(inputs[0].dtype), head)[:, :1]
 
-    inputs = [jnp.zeros((padded, weight.shape[-1]), args.dtype) for weight in stacked]
+    H, I = model.hidden_size, model.intermediate_size  # noqa: E741
+    widths = (H, model.num_heads * model.head_dim, H, I)
+    inputs = [jnp.zeros((padded, width), args.dtype) for width in widths]
     return median_s(lambda: dense(stacked, head, inputs), args.repeat)
 
 
