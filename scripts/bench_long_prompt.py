@@ -27,9 +27,10 @@ COLUMNS = (
     *("chunk", "prompt", "TTFT of it p50", "a chunk alone p50", "inter-token before p50", "before p95"),
     *("meanwhile p50", "meanwhile p95", "longest"),
 )
-SHORT = {"streams": 2, "prompt": 600, "chunks": ["128", "off"], "rounds": 1}
+SHORT = {"streams": 2, "prompt": 200, "chunks": ["64", "off"], "rounds": 1}
 WARM_TOKENS = 16  # of every stream before the prompt is sent
 FOLLOW_LIMIT_S = 600
+ENDED_EARLY = "a stream ended before the prompt was done: raise --output"
 
 
 @dataclass
@@ -82,13 +83,13 @@ async def one_round(
     try:
         async with asyncio.timeout(FOLLOW_LIMIT_S):
             while any(len(answer.token_times_s) < WARM_TOKENS for answer in streams):
-                if problems := errors(streams):
-                    return problems
+                if any(task.done() for task in tasks):
+                    return [*errors(streams), ENDED_EARLY]
                 await asyncio.sleep(0.005)
             prompt = await complete(http, url, prompts.take(args.prompt), 1)
             while not prompt.error and any(a.token_times_s[-1] < prompt.ended_s for a in streams):
                 if any(task.done() for task in tasks):
-                    return [*errors(streams), "a stream ended before the prompt was done: raise --output"]
+                    return [*errors(streams), ENDED_EARLY]
                 await asyncio.sleep(0.005)
     except TimeoutError:
         return [f"the streams stood still for {FOLLOW_LIMIT_S} s"]

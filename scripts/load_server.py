@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 READY = re.compile(r" is ready at (http://[^;\s]+)")
 START_LIMIT_S = 1800  # a cold compilation on a small machine
 STOP_LIMIT_S = 60
-SHORT_FLAGS = ("--max-num-seqs", "4")  # few shapes to compile
+SHORT_FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "128")  # few shapes to compile
 
 
 class ServerError(Exception):
