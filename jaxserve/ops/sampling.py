@@ -6,6 +6,7 @@ distribution, then one draw from what is left, renormalised.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 NUM_CANDIDATES = 256  # largest logits looked at first; most filters end inside them
 BISECTIONS = 32  # rounds that find a threshold among float32 values exactly
 DRAW_BLOCK = 512  # vocabulary entries summed per block of the two-level draw
-PEAK_BLOCK = 64  # vocabulary entries per block of the two-level searches for the largest
+PEAK_BLOCK = 64  # vocabulary entries per block of the two-level search for the largest
 
 
 class SamplingState(NamedTuple):
@@ -28,23 +29,32 @@ class SamplingState(NamedTuple):
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """The ids [B] of the largest of `logits` [B, V]; of equals the first.
+    """The ids [B] of the largest of `logits` [B, V]; of equals the first."""
 
-    Blocks first, then the entries of one: XLA:CPU takes a maximum several times faster than an argmax.
-    """
-    blocks = _blocks(logits, DRAW_BLOCK, -jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
-    entries = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, DRAW_BLOCK]
-    return (block * DRAW_BLOCK + jnp.argmax(entries, axis=-1)).astype(jnp.int32)
+    def by_blocks(logits: jax.Array) -> jax.Array:  # XLA:CPU takes a maximum much faster than an argmax
+        blocks = _blocks(logits, DRAW_BLOCK, -jnp.inf)
+        block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+        entries = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, DRAW_BLOCK]
+        return block * DRAW_BLOCK + jnp.argmax(entries, axis=-1)
+
+    at_once = partial(jnp.argmax, axis=-1)
+    return jax.lax.platform_dependent(logits, cpu=by_blocks, default=at_once).astype(jnp.int32)
 
 
 def largest(values: jax.Array, count: int) -> jax.Array:
-    """The `count` largest of `values` [B, V], descending; exact. They lie in the blocks of largest peaks."""
-    blocks = _blocks(values, PEAK_BLOCK, -jnp.inf)
-    if blocks.shape[1] > count:
-        _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), count)
-        blocks = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)  # [B, count, PEAK_BLOCK]
-    return jax.lax.top_k(blocks.reshape(values.shape[0], -1), count)[0]
+    """The `count` largest of `values` [B, V], descending; exact."""
+
+    def by_blocks(values: jax.Array) -> jax.Array:  # they lie in the blocks of the largest peaks
+        blocks = _blocks(values, PEAK_BLOCK, -jnp.inf)
+        if blocks.shape[1] > count:
+            _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), count)
+            blocks = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)  # [B, count, PEAK_BLOCK]
+        return at_once(blocks.reshape(values.shape[0], -1))
+
+    def at_once(values: jax.Array) -> jax.Array:
+        return jax.lax.top_k(values, count)[0]
+
+    return jax.lax.platform_dependent(values, cpu=by_blocks, default=at_once)
 
 
 def _blocks(values: jax.Array, size: int, fill: float) -> jax.Array:
