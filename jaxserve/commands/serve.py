@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.commands.console import ConsoleProgress, set_up_logging
@@ -16,6 +18,7 @@ from jaxserve.commands.flags import (
     HelpFormatter,
     add_engine_flags,
     add_log_level,
+    count,
     launch_options,
     port,
     seconds,
@@ -55,6 +58,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--max-body-size", type=size, default="32MiB", metavar="SIZE", help="longest request body"
     )
     server.add_argument(
+        "--max-header-size", type=size, default="8190", metavar="SIZE",
+        help="longest request line and longest header, in bytes",
+    )
+    server.add_argument(
         "--shutdown-timeout", type=seconds, default=30.0, metavar="SECONDS",
         help="how long running requests may go on after Ctrl-C",
     )
@@ -63,8 +70,41 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="of the names at /metrics, for dashboards that expect another",
     )
     add_log_level(server)
+    server.add_argument(
+        "--log-requests", action="store_true",
+        help="log the body of each request, prompts included (default: never)",
+    )
+    _add_security_flags(parser)
     add_engine_flags(parser, max_num_seqs=EngineConfig.max_num_seqs)
     parser.set_defaults(run=run)
+
+
+def _add_security_flags(parser: argparse.ArgumentParser) -> None:
+    security = parser.add_argument_group("security")
+    security.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help="key that requests must carry as 'Authorization: Bearer KEY'; may be given several times. Other "
+        "users of this machine see it in the list of processes: prefer a file or JAXSERVE_API_KEY, which "
+        "holds keys with spaces between",
+    )
+    security.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file of such keys, one a line; # begins a comment"
+    )
+    security.add_argument(
+        "--max-requests-per-key", type=count, metavar="N",
+        help="requests that one key may have under way; beyond that the answer is 429",
+    )
+    security.add_argument(
+        "--allowed-origins", nargs="+", default=[], metavar="ORIGIN",
+        help="web pages that may use the server from a browser, like https://chat.example.org; * for all",
+    )
+    security.add_argument(
+        "--ssl-certfile", type=Path, metavar="FILE", help="certificate chain in PEM: serve HTTPS"
+    )
+    security.add_argument(
+        "--ssl-keyfile", type=Path, metavar="FILE",
+        help="private key in PEM; default: it is in --ssl-certfile too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         StoppedWhileLoading,
         serve,
     )
+    from jaxserve.server.security import gather_keys
 
     set_up_logging(args.log_level)
     options = ServerOptions(
@@ -85,6 +126,13 @@ def run(args: argparse.Namespace) -> int:
         metrics_prefix=args.metrics_prefix,
         shutdown_timeout_s=args.shutdown_timeout,
         access_log=args.log_level == "debug",
+        log_requests=args.log_requests,
+        api_keys=gather_keys(args.api_key, args.api_key_file, os.environ),
+        max_requests_per_key=args.max_requests_per_key,
+        allowed_origins=tuple(args.allowed_origins),
+        max_header_bytes=args.max_header_size,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
     )
 
     def load(deliver: Deliver) -> Loaded:
@@ -96,7 +144,13 @@ def run(args: argparse.Namespace) -> int:
         return Loaded(model, loaded.engine, loaded.compilations_after_warmup)
 
     def on_ready(url: str, model: ServedModel) -> None:
-        print(f"{model.name} is ready at {url}; try:  {example(url, model)}", flush=True)
+        has_keys = bool(options.api_keys)
+        if not has_keys and not is_loopback(options.host):
+            print(
+                f"warning: whoever reaches {options.host} may use this server; set keys with --api-key-file",
+                file=sys.stderr,
+            )
+        print(f"{model.name} is ready at {url}; try:  {example(url, model, has_keys)}", flush=True)
 
     def on_draining(num_open: int) -> None:
         print(
@@ -116,7 +170,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def example(url: str, model: ServedModel) -> str:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def example(url: str, model: ServedModel, has_keys: bool = False) -> str:
     """A curl to paste: a chat where the model has a template, else a completion."""
     name, is_chat = model.name, model.chat_template is not None
     body: dict[str, object] = {"model": name}
@@ -125,6 +187,7 @@ def example(url: str, model: ServedModel) -> str:
     else:
         body |= {"prompt": "The capital of France is", "max_tokens": 16}
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    key = " -H \"Authorization: Bearer $KEY\"" if has_keys else ""
     return (
-        f"curl {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+        f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )

@@ -13,8 +13,8 @@ from jaxserve.errors import RequestError
 from jaxserve.server import openai, sse
 from jaxserve.server.bridge import Stream
 from jaxserve.server.errors import EngineFailure, error_json, failure_of
-from jaxserve.server.http import read_json_body
 from jaxserve.server.openai import Generation
+from jaxserve.server.reading import understand
 from jaxserve.server.render import Renderer, renderer
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import STATE
@@ -23,9 +23,6 @@ from jaxserve.types import Event
 logger = logging.getLogger(__name__)
 
 Parse = Callable[[object, ServedModel, float], Generation]
-# A body up to this size is parsed and tokenised at once, in about a millisecond; a longer one in a thread,
-# so that it does not hold up the streams of others.
-INLINE_BYTES = 4096
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -41,13 +38,7 @@ async def _answer(request: web.Request, parse: Parse) -> web.StreamResponse:
     state = request.app[STATE]
     serving = state.serving()
     try:
-        raw = await read_json_body(request)
-        if len(raw) <= INLINE_BYTES:
-            generation = _understand(raw, parse, serving.model, arrival_s)
-        else:
-            generation = await asyncio.get_running_loop().run_in_executor(
-                state.parsers, _understand, raw, parse, serving.model, arrival_s
-            )
+        generation = await understand(request, lambda body: parse(body, serving.model, arrival_s))
         stream = state.bridge.open(state.serving().engine, generation.requests)
     except RequestError as error:
         serving.metrics.reject(error.code)
@@ -60,10 +51,6 @@ async def _answer(request: web.Request, parse: Parse) -> web.StreamResponse:
     except asyncio.CancelledError:
         logger.debug("client of %s left (499)", generation.id)
         raise
-
-
-def _understand(raw: bytes, parse: Parse, model: ServedModel, arrival_s: float) -> Generation:
-    return parse(openai.loads(raw), model, arrival_s)
 
 
 async def _whole(generation: Generation, stream: Stream) -> web.Response:

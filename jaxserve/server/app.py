@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
+from jaxserve.errors import RequestError
 from jaxserve.server.answer import chat_completions, completions
 from jaxserve.server.errors import HttpError, body_too_large, error_response, json_errors
+from jaxserve.server.security import KEYS, ORIGINS, Keys, add_cors_headers, check_key, guard
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import STATE, ServerState
 
 
-def make_app(state: ServerState, *, max_body_bytes: int) -> web.Application:
+def make_app(
+    state: ServerState, *, max_body_bytes: int, keys: Keys, allowed_origins: Sequence[str]
+) -> web.Application:
     """The application around `state`. Every OpenAI route answers with and without /v1."""
-    app = web.Application(middlewares=[json_errors], client_max_size=max_body_bytes)
-    app[STATE] = state
+    app = web.Application(middlewares=[json_errors, guard], client_max_size=max_body_bytes)
+    app[STATE], app[KEYS], app[ORIGINS] = state, keys, frozenset(allowed_origins)
+    app.on_response_prepare.append(add_cors_headers)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
     for prefix in ("/v1", ""):
@@ -61,6 +68,10 @@ async def expect(request: web.Request) -> web.StreamResponse | None:
     """Expect: 100-continue, granted only to bodies that will be read."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         return error_response(HttpError(417, "Only 'Expect: 100-continue' is understood."))
+    try:
+        check_key(request)
+    except RequestError as error:
+        return error_response(error)
     if (request.content_length or 0) > request.client_max_size:
         return error_response(body_too_large(request))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -32,6 +32,26 @@ class HttpError(RequestError):
         self.status = status
 
 
+class Unauthorized(RequestError):
+    """The request came without a valid API key."""
+
+    status = 401
+
+    def __init__(self, message: str):
+        super().__init__(message, code="invalid_api_key")
+
+
+class TooManyRequests(RequestError):
+    """The API key has as many requests under way as it may have."""
+
+    status = 429
+    type = "rate_limit_error"
+    retry_after_s = 1
+
+    def __init__(self, message: str):
+        super().__init__(message, code="too_many_requests")
+
+
 class EngineFailure(RequestError):
     """The engine broke while it answered. The client learns that, the log learns why."""
 
@@ -91,6 +111,8 @@ def error_response(error: RequestError) -> web.Response:
     """The answer to a request that fails with `error`; Retry-After where waiting helps."""
     retry_after_s = getattr(error, "retry_after_s", None)
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
         status=error.status, text=error_json(error), content_type="application/json", headers=headers
     )

@@ -14,7 +14,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiohttp import web
 
@@ -23,8 +24,10 @@ from jaxserve.metrics import DEFAULT_PREFIX, Metrics, check_prefix
 from jaxserve.server.app import make_app
 from jaxserve.server.bridge import EngineClient
 from jaxserve.server.http import connection_factory
+from jaxserve.server.security import Keys, check_origins
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import ServerState, Serving
+from jaxserve.server.tls import HANDSHAKE_TIMEOUT_S, ssl_context
 from jaxserve.types import Event
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,13 @@ class ServerOptions:
     metrics_prefix: str = DEFAULT_PREFIX
     shutdown_timeout_s: float = 30.0  # for running requests to end
     access_log: bool = False
+    log_requests: bool = False  # their bodies too, so prompts
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: open to everybody
+    max_requests_per_key: int | None = None  # under way at a time
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may read answers
+    max_header_bytes: int = 8190  # of the request line, and of each header
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +74,16 @@ class Server:
 
     def __init__(self, options: ServerOptions):
         check_prefix(options.metrics_prefix)
+        check_origins(options.allowed_origins)
         self._options = options
-        self._state = ServerState()
-        app = make_app(self._state, max_body_bytes=options.max_body_bytes)
+        self._tls = ssl_context(options.ssl_certfile, options.ssl_keyfile)
+        self._state = ServerState(log_requests=options.log_requests)
+        app = make_app(
+            self._state,
+            max_body_bytes=options.max_body_bytes,
+            keys=Keys(options.api_keys, max_requests=options.max_requests_per_key),
+            allowed_origins=options.allowed_origins,
+        )
         # handler_cancellation: a client that leaves cancels its handler, which aborts its requests.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=FAREWELL_S)
         self._listener: asyncio.Server | None = None
@@ -83,7 +100,8 @@ class Server:
         assert self._listener is not None, "the server is not started"
         host, port = self._listener.sockets[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     @property
     def num_open(self) -> int:
@@ -98,10 +116,17 @@ class Server:
         assert http_server is not None
         try:
             self._listener = await loop.create_server(
-                lambda: connection_factory(http_server, loop, options.access_log),
+                lambda: connection_factory(
+                    http_server,
+                    loop,
+                    access_log=options.access_log,
+                    max_header_bytes=options.max_header_bytes,
+                ),
                 options.host,
                 options.port,
                 backlog=1024,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
             )
         except (OSError, OverflowError) as exc:
             await self._runner.cleanup()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +16,7 @@ from jaxserve.server.bridge import Bridge, EngineClient
 from jaxserve.server.served import ServedModel
 
 NUM_PARSERS = 2  # threads for long bodies
+request_log = logging.getLogger("jaxserve.requests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,10 @@ class Serving:
 class ServerState:
     """Starting until `attach`, then ready; draining or dead for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, log_requests: bool = False) -> None:
+        self._log_requests = log_requests
+        if log_requests:
+            request_log.setLevel(logging.INFO)
         self.bridge = Bridge()
         self.parsers = ThreadPoolExecutor(NUM_PARSERS, thread_name_prefix="jaxserve-parse")
         self._serving: Serving | None = None
@@ -40,6 +46,11 @@ class ServerState:
         self._serving = serving
         if self._phase == "starting":
             self._phase = "ready"
+
+    def log_request(self, method: str, path: str, body: object) -> None:
+        """Log what a client sent, prompts included, if that was asked for."""
+        if self._log_requests:
+            request_log.info("%s %r %s", method, path, json.dumps(body))
 
     def begin_draining(self) -> None:
         self._phase, self._reason = "draining", "The server is shutting down."
