@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import (
@@ -17,12 +18,25 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from jaxserve.errors import ConfigError
-from jaxserve.types import EngineStats, Event, FinishReason, Request, WaitReason
+from jaxserve.types import (
+    STEP_TIME_BOUNDS_S,
+    Durations,
+    EngineStats,
+    Event,
+    FinishReason,
+    Request,
+    WaitReason,
+)
 
 DEFAULT_PREFIX = "jaxserve:"
 REJECTION_REASONS = (
@@ -243,6 +257,14 @@ class _EngineCollector(Collector):
         yield self._counter(
             "engine_device_wait_seconds", "Engine thread waiting for the device.", stats.device_wait_s
         )
+        yield self._histogram(
+            "engine_step_host_time_seconds", "Engine thread at work, by step.", stats.host_times
+        )
+        yield self._histogram(
+            "engine_step_device_time_seconds",
+            "From a step's launch, or the end of the one before, until its ids are on the host.",
+            stats.device_times,
+        )
         steps = CounterMetricFamily(
             self._prefix + "engine_steps", "Compiled calls, by kind.", labels=["model_name", "kind"]
         )
@@ -265,6 +287,13 @@ class _EngineCollector(Collector):
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _histogram(self, name: str, text: str, durations: Durations) -> Metric:
+        family = HistogramMetricFamily(self._prefix + name, text, labels=["model_name"])
+        bounds = (*map(str, STEP_TIME_BOUNDS_S), "+Inf")
+        buckets = list(zip(bounds, accumulate(durations.counts)))
+        family.add_metric([self._model_name], buckets, durations.sum_s)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

@@ -154,6 +154,21 @@ class Event:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
+# Upper bounds of the durations of steps that are counted together.
+STEP_TIME_BOUNDS_S = (
+    *(0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 60.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """How many durations lie up to each of STEP_TIME_BOUNDS_S from the one before, and above the last."""
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_TIME_BOUNDS_S) + 1)
+    sum_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A consistent snapshot of the engine, cheap to take from any thread."""
@@ -175,5 +190,7 @@ class EngineStats:
     num_faults: int = 0  # times that slots or pages were missing when nobody was left
     host_time_s: float = 0.0  # engine thread busy outside of waiting for the device
     device_wait_s: float = 0.0  # engine thread blocked in fetch
+    host_times: Durations = Durations()  # engine thread at work, by turn; a turn launches one step
+    device_times: Durations = Durations()  # from a step's launch, or the end of the one before, to its end
     state: Literal["starting", "ready", "draining", "dead"] = "ready"
     reason: str | None = None  # why it is not ready

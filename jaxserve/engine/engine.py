@@ -19,6 +19,7 @@ from jaxserve.engine.output import OutputProcessor
 from jaxserve.engine.plan import Runner, Step, StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.throughput import Throughput
 from jaxserve.engine.validation import check_request
 from jaxserve.engine.watchdog import Watchdog
@@ -89,6 +90,10 @@ class Engine:
         self._busy_s = 0.0  # in turns that have ended
         self._began_s = 0.0  # of this turn
         self._device_wait_s = 0.0
+        self._launched_s: list[float] = []  # when those in flight were launched
+        self._fetched_s = 0.0  # when the last of those before was there
+        self._host_times = StepTimes()
+        self._device_times = StepTimes()
 
     # From any thread.
 
@@ -106,7 +111,12 @@ class Engine:
         self._intake.abort(request_id)
 
     def stats(self) -> EngineStats:
-        return replace(self._intake.stats(), num_slow_steps=self._watchdog.num_slow)
+        return replace(
+            self._intake.stats(),
+            num_slow_steps=self._watchdog.num_slow,
+            host_times=self._host_times.snapshot(),
+            device_times=self._device_times.snapshot(),
+        )
 
     def start(self, *, in_thread: bool = True) -> None:
         """Begin to take requests. Without a thread of its own, the caller calls `turn` again and again."""
@@ -155,6 +165,7 @@ class Engine:
         if self._intake.is_dead or not (self._has_work() or self._intake.has_commands):
             return False
         self._began_s = self._turn_began_s = time.monotonic()
+        waited_s = self._device_wait_s
         try:
             self._advance(self._began_s)
         except Exception as error:
@@ -163,6 +174,7 @@ class Engine:
         self._turn_began_s = None
         took_s = time.monotonic() - self._began_s
         self._busy_s += took_s
+        self._host_times.add(took_s - (self._device_wait_s - waited_s))
         self._throughput.add(self._num_tokens, took_s)
         return True
 
@@ -184,6 +196,7 @@ class Engine:
         plan = self._scheduler.schedule()
         self._num_tokens = 0
         if plan is not None:
+            self._launched_s.append(time.monotonic())
             if self._grammars.num_live:
                 handle = self._runner.launch(plan, self._masks)
             else:
@@ -218,7 +231,11 @@ class Engine:
         """Wait for the ids of the oldest launch."""
         before_s = time.monotonic()
         self._fetched.append(self._runner.fetch(self._in_flight.pop(0)))
-        self._device_wait_s += time.monotonic() - before_s
+        now = time.monotonic()
+        self._device_wait_s += now - before_s
+        # Steps run one after the other. Ids that were there before this thread looked make it seem longer.
+        self._device_times.add(now - max(self._launched_s.pop(0), self._fetched_s))
+        self._fetched_s = now
 
     def _masks(self, step: Step) -> np.ndarray | None:
         """Which ids the step's rows may yield; None when no row has a grammar.

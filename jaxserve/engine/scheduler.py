@@ -223,7 +223,7 @@ class Scheduler:
         self._in_flight.append((plan, seqs))
 
     def apply(self, results: tuple[StepResult, ...], now: float) -> Iterator[tuple[Sequence, int]]:
-        """Take in the ids of the oldest plan in flight, one by one; yield those that still matter and their owner.
+        """Take in the ids of the oldest plan in flight; yield those that still matter, with their owner.
 
         After each the caller may `finish` the owner: then what the same launch sampled behind it is dropped.
         """
@@ -255,8 +255,9 @@ class Scheduler:
                         seq.first_token_s = now
                     seq.last_token_s = now
                     seq.output_ids.append(token_id)
-                    if seq.register_at <= seq.num_prompt + len(seq.output_ids) and token_id not in seq.end_ids:
-                        self._kv.register(seq)  # an id that ends the sequence is never written
+                    num_known = seq.num_prompt + len(seq.output_ids)
+                    if seq.register_at <= num_known and token_id not in seq.end_ids:  # which isn't written
+                        self._kv.register(seq)
                     yield seq, token_id
 
     def finish(self, seq: Sequence) -> None:

@@ -1,7 +1,7 @@
 """A Step as one packed int32 array: a single small upload a launch.
 
-A prefill row   slot start query_len sample has_params first_page num_pages | params | end_ids | pages | tokens
-A decode row    slot start query_len first_page num_pages | pages
+A prefill row  slot start query_len sample has_params first_page num_pages | params | end_ids | pages | tokens
+A decode row   slot start query_len first_page num_pages | pages
 
 Padding rows point at the trash slot with query_len 0.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ContextLengthError, QueueFullError, RequestError, UnavailableError
-from jaxserve.types import Event, Request, SamplingParams
+from jaxserve.types import STEP_TIME_BOUNDS_S, Event, Request, SamplingParams
 from tests.fakes import FakeModel, FakeRunner, FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
@@ -164,6 +165,38 @@ def test_the_figures_tell_waiting_for_the_device_from_work_of_the_host(inbox, ru
     stats = engine.stats()
     assert 0.04 <= stats.device_wait_s < 0.1
     assert 0.09 <= stats.host_time_s < 0.09 + 0.1  # shown before the last events are delivered
+    assert stats.device_wait_s <= stats.device_times.sum_s
+    assert stats.host_times.sum_s >= 0.12
+    assert sum(stats.device_times.counts) == sum(stats.num_steps.values()) == 4
+    assert sum(stats.host_times.counts) == 5  # the last turn only reads
+
+
+def test_a_steps_time_begins_when_it_is_launched_or_the_step_before_it_ends(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    runner = FakeRunner(CONFIG)
+    launch, fetch = runner.launch, runner.fetch
+    engine = Engine(CONFIG, runner, TOKENIZER, deliver=lambda events: clock.__setitem__(0, clock[0] + 0.2))
+
+    def advance(seconds, function):
+        def called(argument):
+            result = function(argument)
+            clock[0] += seconds
+            return result
+
+        return called
+
+    runner.launch, runner.fetch = advance(1.0, launch), advance(4.0, fetch)
+    engine.start(in_thread=False)
+    engine.submit(request("a", 1, 3))
+    while engine.turn():
+        pass
+    # launches end at 1, 2, 7.2; ids are there at 6, 11.2, 15.4; 0.2 s go by after each.
+    stats = engine.stats()
+    assert stats.device_times.sum_s == pytest.approx(6.0 + (11.2 - 6.0) + (15.4 - 11.2))
+    assert stats.host_times.sum_s == pytest.approx(3 * 1.0 + 3 * 0.2)
+    counts = dict(zip((*STEP_TIME_BOUNDS_S, math.inf), stats.device_times.counts))
+    assert {bound: n for bound, n in counts.items() if n} == {5.0: 1, 10.0: 2}
 
 
 def test_a_full_queue_refuses_and_opens_again(inbox, runner):

@@ -5,7 +5,15 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
 from jaxserve.server.lifecycle import ServerOptions
-from jaxserve.types import EngineStats, Event, Request, SamplingParams, Timeline
+from jaxserve.types import (
+    STEP_TIME_BOUNDS_S,
+    Durations,
+    EngineStats,
+    Event,
+    Request,
+    SamplingParams,
+    Timeline,
+)
 from tests.server.running import RunningServer, raw_post
 
 BODY = {"prompt": "hello", "max_tokens": 6, "seed": 1}
@@ -22,6 +30,7 @@ NAMES = [
     "request_decode_time_seconds_count", "request_inference_time_seconds_count",
     "request_prompt_tokens_count", "request_generation_tokens_count", "engine_host_time_seconds_total",
     "engine_device_wait_seconds_total", "engine_steps_total", "compilations_after_warmup",
+    "engine_step_host_time_seconds_count", "engine_step_device_time_seconds_count",
 ]  # fmt: skip
 
 
@@ -162,6 +171,18 @@ def test_the_figures_of_the_engine_are_one_snapshot_at_the_scrape():
     assert sample(made, "engine_host_time_seconds_total") == 1.5
     assert sample(made, "engine_device_wait_seconds_total") == 2.5
     assert sample(made, "compilations_after_warmup") == 7
+
+
+def test_times_by_step_are_histograms_over_all_sizes():
+    counts = tuple(range(len(STEP_TIME_BOUNDS_S) + 1))
+    made = metrics(EngineStats(host_times=Durations(counts, 1.5), device_times=Durations(counts, 2.5)))
+    for name, total_s in (("host", 1.5), ("device", 2.5)):
+        name = f"engine_step_{name}_time_seconds"
+        assert sample(made, f"{name}_sum") == total_s
+        assert sample(made, f"{name}_count") == sum(counts)
+        assert sample(made, f"{name}_bucket", le="0.001") == 0 + 1 + 2 + 3 + 4
+        assert sample(made, f"{name}_bucket", le="60.0") == sum(counts[:-1])
+        assert sample(made, f"{name}_bucket", le="+Inf") == sum(counts)
 
 
 def test_a_refusal_for_an_unlisted_reason_is_counted_as_invalid():
