@@ -12,13 +12,24 @@ if TYPE_CHECKING:
     from jaxserve.launch import LoadedEngine
 
 
-def served_model(loaded: LoadedEngine, names: Sequence[str] | None = None) -> ServedModel:
-    """The loaded model under its own name, or under `names`."""
-    return ServedModel(
+def served_model(
+    loaded: LoadedEngine,
+    names: Sequence[str] | None = None,
+    *,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> ServedModel:
+    """The loaded model under its own name, or under `names`. Raises ConfigError for parsers that don't fit."""
+    model = ServedModel(
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         names=tuple(names or (loaded.model_name,)),
         tokenizer=loaded.tokenizer,
         chat_template=loaded.chat_template,
         max_model_len=loaded.config.max_model_len,
         vocab_size=loaded.vocab_size,
+        max_logprobs=loaded.config.max_logprobs,
         created=int(time.time()),
     )
+    assert model.speech  # a parser that doesn't fit shows here, not with the first request
+    return model

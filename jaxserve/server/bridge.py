@@ -175,4 +175,6 @@ def _join(events: list[Event]) -> Event:
         events[-1],
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         text="".join([event.text for event in events]),
+        logprobs=tuple(one for event in events for one in event.logprobs),
+        prompt_logprobs=events[0].prompt_logprobs,
     )

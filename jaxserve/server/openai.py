@@ -10,9 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from jaxserve.errors import RequestError
+from jaxserve.grammar.spec import GrammarSpec
 from jaxserve.server.prompts import Prompt, chat_prompt, check_id, completion_prompts, max_tokens
-from jaxserve.server.schema import CompletionBody, GenerationBody, validate_chat, validate_completion
+from jaxserve.server.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    validate_chat,
+    validate_completion,
+)
 from jaxserve.server.served import ServedModel
+from jaxserve.server.shaping import check_min_tokens, shaping_params
+from jaxserve.server.structured import answer_spec
+from jaxserve.server.tooling import Reading, chat_grammar, offer_of, reading_of, template_tools
+from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.types import Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -43,8 +54,12 @@ class Generation:
     n: int = 1
     num_candidates: int = 1
     echoes: tuple[str, ...] | None = None  # the text of each prompt, to stand before its answers
-    prompt_only: bool = False  # what is generated is not shown
+    tokenizer: Tokenizer | None = None  # where log-probabilities are to be spelled
+    logprobs: int | None = None  # tell of the tokens of the answers, of an echoed prompt's too
+    prompt_logprobs: int | None = None  # tell of the prompts' tokens beside the answers
     return_token_ids: bool = False
+    grammar: GrammarSpec | None = None  # of all answers; compiled before the requests are submitted
+    reading: Reading | None = None  # how to tell calls and reasoning from content; None: all is content
 
 
 def loads(raw: bytes) -> Any:
@@ -73,18 +88,19 @@ def parse_completion(body: object, model: ServedModel, arrival_s: float) -> Gene
     name = model.resolve(fields.model)
     num_candidates = _num_candidates(fields)
     _check_num_choices(fields, num_candidates, model)
-    if fields.max_tokens == 0 and not fields.echo:
+    if fields.max_tokens == 0 and not fields.echo and fields.prompt_logprobs is None:
         raise RequestError(
-            "'max_tokens' must be at least 1, got 0; 0 is for 'echo', to have nothing but the prompt.",
+            "'max_tokens' must be at least 1, got 0; 0 is for 'echo' or 'prompt_logprobs', to have nothing "
+            "but the prompt.",
             param="max_tokens",
         )
     default = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     room = max(1, model.max_model_len - max(1, default))
     prompts = completion_prompts(fields, model, room)
-    # One token is sampled in any case; with max_tokens 0 it is not shown.
-    asked = 1 if fields.max_tokens == 0 else fields.max_tokens
     limits = [
-        max_tokens(model, len(prompt.ids), asked, DEFAULT_COMPLETION_TOKENS, "prompt", "max_tokens")
+        max_tokens(
+            model, len(prompt.ids), fields.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt", "max_tokens"
+        )
         for prompt in prompts
     ]
     return replace(
@@ -92,7 +108,7 @@ def parse_completion(body: object, model: ServedModel, arrival_s: float) -> Gene
             "completion", "cmpl", name, fields, prompts, limits, num_candidates, model, arrival_s
         ),
         echoes=tuple(prompt.text for prompt in prompts) if fields.echo else None,
-        prompt_only=fields.max_tokens == 0,
+        grammar=answer_spec(fields),
     )
 
 
@@ -102,9 +118,24 @@ def parse_chat(body: object, model: ServedModel, arrival_s: float) -> Generation
     name = model.resolve(fields.model)
     param = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    prompt = chat_prompt(fields, model, room=max(1, model.max_model_len - (asked or 1)))
+    offer = offer_of(fields, model.speech)
+    room = max(1, model.max_model_len - (asked or 1))
+    prompt = chat_prompt(fields, model, room, template_tools(fields, offer))
     limit = max_tokens(model, len(prompt.ids), asked, model.max_model_len, "messages", param)
-    return _generation("chat", "chatcmpl", name, fields, [prompt], [limit], fields.n, model, arrival_s)
+    generation = _generation("chat", "chatcmpl", name, fields, [prompt], [limit], fields.n, model, arrival_s)
+    reading = reading_of(offer, model.speech, model.tokenizer, prompt.ids)
+    shown_ids = model.speech.shown_ids(calls=bool(offer.functions))
+    requests = generation.requests
+    if shown_ids:
+        requests = tuple(
+            replace(request, params=replace(request.params, shown_ids=shown_ids)) for request in requests
+        )
+    return replace(
+        generation,
+        requests=requests,
+        grammar=chat_grammar(answer_spec(fields), offer, model.speech, reading),
+        reading=reading,
+    )
 
 
 def _num_candidates(fields: CompletionBody) -> int:
@@ -159,8 +190,16 @@ def _generation(
     options = fields.stream_options
     id = f"{prefix}-{fields.request_id or secrets.token_hex(12)}"
     requests: list[Request] = []
+    shaping = shaping_params(fields, model)
+    logprobs, prompt_logprobs = _logprobs(fields, model)
+    # An echoed prompt is a part of the answer, and its tokens are told of with the answer's.
+    scored = logprobs if isinstance(fields, CompletionBody) and fields.echo else None
+    scored = prompt_logprobs if scored is None else max(scored, prompt_logprobs or 0)
     for prompt, limit in zip(prompts, limits):
-        params = _sampling(fields, limit)
+        check_min_tokens(fields.min_tokens, limit, "max_tokens")
+        params = replace(
+            _sampling(fields, limit, shaping), logprobs=logprobs, prompt_logprobs=scored
+        )
         if num_candidates > fields.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # they are ranked by it
         # Those of one prompt share its pages, whatever they are given to draw.
@@ -170,7 +209,13 @@ def _generation(
                 Request(
                     f"{id}-{len(requests)}",
                     prompt.ids,
-                    replace(params, seed=sibling_seed(params.seed, i)) if i else params,
+                    replace(
+                        params,
+                        seed=sibling_seed(params.seed, i),
+                        # A whole answer tells of the prompt by what its first request found.
+                        prompt_logprobs=scored if fields.stream else None,
+                    )
+                    if i else params,
                     arrival_s,
                     priority=fields.priority,
                     timeout_s=fields.timeout,
@@ -191,7 +236,39 @@ def _generation(
         n=fields.n,
         num_candidates=num_candidates,
         return_token_ids=fields.return_token_ids,
+        tokenizer=model.tokenizer,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def _logprobs(fields: GenerationBody, model: ServedModel) -> tuple[int | None, int | None]:
+    """(of the answer, of the prompt): how many of the likeliest tokens to tell of at each place, or None."""
+    asked: dict[str, int | None] = {"prompt_logprobs": fields.prompt_logprobs}
+    if isinstance(fields, ChatBody):
+        top = asked["top_logprobs"] = fields.top_logprobs
+        if top and not fields.logprobs:
+            raise RequestError(
+                f"'top_logprobs' is {top}, but 'logprobs' is false: set 'logprobs' to true, or leave "
+                "'top_logprobs' out.",
+                param="top_logprobs",
+            )
+        logprobs = (top or 0) if fields.logprobs else None
+    else:
+        logprobs = asked["logprobs"] = fields.logprobs if isinstance(fields, CompletionBody) else None
+    for name, count in asked.items():
+        if count is not None and count > model.max_logprobs:
+            raise RequestError(
+                f"'{name}' must be at most {model.max_logprobs}, got {count}: this server tells of no more "
+                "tokens at a place (--max-logprobs). Ask for fewer.",
+                param=name,
+            )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise RequestError(
+            "'prompt_logprobs' can't be streamed: leave it out, or set 'stream' to false.",
+            param="prompt_logprobs",
+        )
+    return logprobs, fields.prompt_logprobs
 
 
 def sibling_seed(seed: int, number: int) -> int:
@@ -207,7 +284,7 @@ def sibling_seed(seed: int, number: int) -> int:
     return z ^ (z >> 31)
 
 
-def _sampling(fields: GenerationBody, max_tokens: int) -> SamplingParams:
+def _sampling(fields: GenerationBody, max_tokens: int, shaping: dict[str, Any]) -> SamplingParams:
     seed = secrets.randbits(64) if fields.seed is None else fields.seed
     return SamplingParams(
         max_tokens=max_tokens,
@@ -221,4 +298,5 @@ def _sampling(fields: GenerationBody, max_tokens: int) -> SamplingParams:
         ignore_eos=fields.ignore_eos,
         include_stop_str_in_output=fields.include_stop_str_in_output,
         skip_special_tokens=fields.skip_special_tokens,
+        **shaping,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxserve.server.schema import ChatBody, CompletionBody, GenerationBody, Mes
 from jaxserve.server.served import ServedModel
 from jaxserve.tokenizer.chat import encode_chat
 from jaxserve.tokenizer.infill import Infill
+from jaxserve.tools.prompting import template_call, template_id, without_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,13 @@ def completion_prompts(fields: CompletionBody, model: ServedModel, room: int) ->
     return [_completion_prompt(prompt, fields, model, infill, room) for prompt in fields.prompt]
 
 
-def chat_prompt(fields: ChatBody, model: ServedModel, room: int) -> Prompt:
-    """The messages through the chat template; -1 as `truncate_prompt_tokens` cuts to `room` tokens."""
+def chat_prompt(
+    fields: ChatBody, model: ServedModel, room: int, tools: Sequence[dict[str, Any]] = ()
+) -> Prompt:
+    """The messages through the chat template; -1 as `truncate_prompt_tokens` cuts to `room` tokens.
+
+    A template that doesn't know tools gets `tools` and their results as plain text.
+    """
     if fields.truncate_prompt_tokens is None:
         check_text_fits([message.content for message in fields.messages], "messages", model)
     if fields.continue_final_message:
@@ -35,15 +42,22 @@ def chat_prompt(fields: ChatBody, model: ServedModel, room: int) -> Prompt:
     if model.chat_template is not None:
         _check_variables(fields.chat_template_kwargs, model.chat_template.variables)
     bos = model.tokenizer.bos_id
+    messages = _template_messages(fields.messages, model)
+    variables = dict(fields.chat_template_kwargs)
+    if tools and model.chat_template is not None and model.chat_template.takes_tools:
+        variables["tools"] = list(tools)
+    elif tools or any(message.tool_calls or message.role == "tool" for message in fields.messages):
+        if model.chat_template is not None and not model.chat_template.takes_tools:
+            messages = without_tools(messages, tools)
     try:
         ids = encode_chat(
             model.tokenizer,
             model.chat_template,
-            _template_messages(fields.messages),
+            messages,
             add_generation_prompt=fields.add_generation_prompt and not fields.continue_final_message,
             continue_final_message=fields.continue_final_message,
             add_bos=fields.add_special_tokens,
-            **fields.chat_template_kwargs,
+            **variables,
         )
     except TokenizerError as exc:  # the template's own raise_exception, for roles it does not take
         raise RequestError(
@@ -122,15 +136,44 @@ def _infill(fields: CompletionBody, model: ServedModel) -> Infill:
     return model.infill
 
 
-def _template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def _template_messages(messages: list[Message], model: ServedModel) -> list[dict[str, Any]]:
     dicts: list[dict[str, Any]] = []
-    for message in messages:
+    kind = model.speech.tool_format
+    for i, message in enumerate(messages):
+        _check_roles(message, i)
         # "developer" is OpenAI's newer name of "system"; templates know the older one.
         role = "system" if message.role == "developer" else message.role
         dicts.append({"role": role, "content": message.content})
         if message.name is not None:
             dicts[-1]["name"] = message.name
+        if message.reasoning_content is not None:
+            dicts[-1]["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            dicts[-1]["tool_calls"] = [
+                template_call(call.id, call.function.name, call.function.arguments, kind)
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            dicts[-1]["tool_call_id"] = template_id(message.tool_call_id, kind)
     return dicts
+
+
+def _check_roles(message: Message, i: int) -> None:
+    """A field of the wrong role would be dropped silently by most templates."""
+    if message.role == "tool" and message.tool_call_id is None:
+        raise RequestError(
+            f"'messages[{i}].tool_call_id' is required with the role \"tool\": it says which call this is the "
+            "result of.",
+            param=f"messages[{i}].tool_call_id",
+            code="missing_required_parameter",
+        )
+    for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            raise RequestError(
+                f"'messages[{i}].{name}' belongs to the role {shown(role)}, but the message is by "
+                f"{shown(message.role)}; leave it out.",
+                param=f"messages[{i}].{name}",
+            )
 
 
 def _check_continuable(fields: ChatBody) -> None:
@@ -188,7 +231,7 @@ def max_tokens(
     left = model.max_model_len - prompt_len
     if prompt_len == 0:
         raise RequestError(f"'{prompt}' must not be empty: it has no tokens.", param=prompt)
-    if left < 1:
+    if left < (asked != 0):
         raise _too_long(model, str(prompt_len), prompt)
     if asked is None:
         return min(default, left)

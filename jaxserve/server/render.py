@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
+from jaxserve.server.logprobs import (
+    Entry,
+    PendingEntries,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_entries,
+    prompt_logprobs,
+)
 from jaxserve.server.openai import Generation
-from jaxserve.types import Event
+from jaxserve.tokenizer.base import Tokenizer
+from jaxserve.types import Event, TokenLogprobs
 
 compact = partial(json.dumps, separators=(",", ":"))
 
@@ -29,6 +38,8 @@ class Choice:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     cumulative_logprob: float = 0.0  # of its tokens, where they were asked for
+    pending: PendingEntries | None = None  # log-probabilities of its tokens, if the client asked for them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     # Kept for the answer that is not streamed.
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -39,6 +50,10 @@ class Choice:
         self.num_cached_tokens = event.num_cached_tokens
         for token in event.logprobs:
             self.cumulative_logprob += token.logprob
+        if self.pending is not None:
+            self.pending.add(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
 
     def usage(self) -> dict[str, Any]:
         return usage([self])
@@ -71,6 +86,13 @@ class Renderer(ABC):
             Choice(i // generation.num_candidates, len(request.prompt_ids))
             for i, request in enumerate(generation.requests)
         ]
+        if generation.logprobs is not None:
+            for choice, request in zip(self.choices, generation.requests):
+                choice.pending = PendingEntries(
+                    self._tokenizer,
+                    skip_special=request.params.skip_special_tokens,
+                    offset=len(self._echo(choice)),
+                )
         self._begun = [False] * len(self.choices)
         self._head = self._head_of(self.chunk_object) + ',"choices":['
         # With include_usage every chunk but the last says "usage": null, as at OpenAI.
@@ -88,7 +110,6 @@ class Renderer(ABC):
 
     def chunks(self, index: int, event: Event) -> list[str]:
         """The chunks that tell of `event`: none when there is nothing to show yet."""
-        event = self._shown(event)
         choice = self.choices[index]
         choice.count(event)
         chunks = []
@@ -96,15 +117,17 @@ class Renderer(ABC):
             self._begun[index] = True
             chunks += self._open(index, choice)
         if event.text or (self._shows_tokens and event.token_ids):
-            chunks.append(self._chunk(index, self._delta(index, event), choice))
+            entries = choice.pending.show(len(event.text)) if choice.pending is not None else []
+            delta = self._delta(index, event, self._logprobs_json(entries))
+            chunks.append(self._chunk(index, delta, choice))
         if event.finish_reason is not None:
             choice.last = event
-            chunks.append(self._chunk(index, self._finish(event), choice))
+            entries = choice.pending.rest() if choice.pending is not None else []
+            chunks.append(self._chunk(index, self._finish(event, self._logprobs_json(entries)), choice))
         return chunks
 
     def collect(self, index: int, event: Event) -> None:
         """Take `event` into the answer that `response` will give."""
-        event = self._shown(event)
         choice = self.choices[index]
         choice.count(event)
         if event.text:
@@ -130,14 +153,49 @@ class Renderer(ABC):
     def _usage(self) -> dict[str, Any]:
         return usage(self.choices, self._generation.num_candidates)
 
-    def _shown(self, event: Event) -> Event:
-        """The event without what was generated, where only the prompt is asked for."""
-        if not self._generation.prompt_only:
-            return event
-        reason = event.finish_reason and ("length" if event.finish_reason == "stop" else event.finish_reason)
-        return replace(
-            event, token_ids=(), text="", finish_reason=reason, stop_reason=None, num_output_tokens=0
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._generation.tokenizer is not None, "log-probabilities are spelled by the tokenizer"
+        return self._generation.tokenizer
+
+    def _echo(self, choice: Choice) -> str:
+        """The text of the prompt where it stands before the answer."""
+        echoes = self._generation.echoes
+        return "" if echoes is None else echoes[choice.prompt]
+
+    def _prompt_entries(self, choice: Choice) -> list[Entry]:
+        """Of an echoed prompt's tokens, if the client asked for log-probabilities."""
+        if choice.pending is None or self._generation.echoes is None:
+            return []
+        figures = self._prompt_figures(choice)
+        return prompt_entries(
+            self._tokenizer, self._prompt_ids(choice.prompt), figures, self._echo(choice)
         )
+
+    def _prompt_figures(self, choice: Choice) -> tuple[TokenLogprobs | None, ...]:
+        first = self.choices[choice.prompt * self._generation.num_candidates]
+        figures = choice.prompt_logprobs or first.prompt_logprobs
+        assert figures is not None, "the first event has the prompt's log-probabilities"
+        return figures
+
+    def _all_entries(self, choice: Choice) -> list[Entry]:
+        """Of a choice that has ended and is not streamed."""
+        assert choice.pending is not None
+        shown = choice.pending.show(sum(map(len, choice.texts)))
+        return [*self._prompt_entries(choice), *shown, *choice.pending.rest()]
+
+    def _logprobs_json(self, entries: list[Entry]) -> str:
+        """The field of a chunk."""
+        return compact(self._logprobs(entries)) if entries else "null"
+
+    def _whole_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        return None if choice.pending is None else self._logprobs(self._all_entries(choice))
+
+    def _whole_prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The field `prompt_logprobs`, where it was asked for."""
+        if (count := self._generation.prompt_logprobs) is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._prompt_figures(choice), count, self._tokenizer)}
 
     def _chosen(self) -> list[Choice]:
         """The choices to give: the `n` likeliest candidates of each prompt, the likeliest first."""
@@ -172,10 +230,13 @@ class Renderer(ABC):
         """The chunks before a choice's first text."""
 
     @abstractmethod
-    def _delta(self, index: int, event: Event) -> str: ...
+    def _delta(self, index: int, event: Event, logprobs: str) -> str: ...
 
     @abstractmethod
-    def _finish(self, event: Event) -> str: ...
+    def _finish(self, event: Event, logprobs: str) -> str: ...
+
+    @abstractmethod
+    def _logprobs(self, entries: list[Entry]) -> dict[str, Any]: ...
 
     @abstractmethod
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
@@ -188,18 +249,22 @@ class CompletionRenderer(Renderer):
         echo, wants_ids = self._echo(choice), self._generation.return_token_ids
         if not (echo or wants_ids):
             return []
-        opening = f'"text":{quote(echo)},"logprobs":null,"finish_reason":null,"stop_reason":null'
+        logprobs = self._logprobs_json(self._prompt_entries(choice))
+        opening = f'"text":{quote(echo)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
         if wants_ids:
             opening += f',"prompt_token_ids":{compact(self._prompt_ids(choice.prompt))},"token_ids":[]'
         return [self._chunk(index, opening, choice)]
 
-    def _delta(self, index: int, event: Event) -> str:
-        text = f'"text":{quote(event.text)},"logprobs":null,"finish_reason":null,"stop_reason":null'
+    def _delta(self, index: int, event: Event, logprobs: str) -> str:
+        text = f'"text":{quote(event.text)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
         return text + self._token_ids(event)
 
-    def _finish(self, event: Event) -> str:
+    def _finish(self, event: Event, logprobs: str) -> str:
         reason, stop = json.dumps(event.finish_reason), json.dumps(event.stop_reason)
-        return f'"text":"","logprobs":null,"finish_reason":{reason},"stop_reason":{stop}'
+        return f'"text":"","logprobs":{logprobs},"finish_reason":{reason},"stop_reason":{stop}'
+
+    def _logprobs(self, entries: list[Entry]) -> dict[str, Any]:
+        return completion_logprobs(entries, self._generation.logprobs or 0, self._tokenizer)
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
@@ -209,15 +274,12 @@ class CompletionRenderer(Renderer):
         return {
             "index": index,
             "text": self._echo(choice) + "".join(choice.texts),
-            "logprobs": None,
+            "logprobs": self._whole_logprobs(choice),
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
+            **self._whole_prompt_logprobs(choice),
             **ids,
         }
-
-    def _echo(self, choice: Choice) -> str:
-        echoes = self._generation.echoes
-        return "" if echoes is None else echoes[choice.prompt]
 
 
 class ChatRenderer(Renderer):
@@ -225,7 +287,8 @@ class ChatRenderer(Renderer):
     chunk_object = "chat.completion.chunk"
 
     def _whole_extras(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompt_ids(0)} if self._generation.return_token_ids else {}
+        ids = {"prompt_token_ids": self._prompt_ids(0)} if self._generation.return_token_ids else {}
+        return {**ids, **self._whole_prompt_logprobs(self.choices[0])}
 
     def _open(self, index: int, choice: Choice) -> list[str]:
         opening = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
@@ -234,13 +297,16 @@ class ChatRenderer(Renderer):
             extras = f',"prompt_token_ids":{compact(self._prompt_ids(choice.prompt))}'
         return [self._chunk(index, opening, choice, extras)]
 
-    def _delta(self, index: int, event: Event) -> str:
-        delta = f'"delta":{{"content":{quote(event.text)}}},"logprobs":null,"finish_reason":null'
+    def _delta(self, index: int, event: Event, logprobs: str) -> str:
+        delta = f'"delta":{{"content":{quote(event.text)}}},"logprobs":{logprobs},"finish_reason":null'
         return delta + self._token_ids(event)
 
-    def _finish(self, event: Event) -> str:
+    def _finish(self, event: Event, logprobs: str) -> str:
         reason, stop = json.dumps(event.finish_reason), json.dumps(event.stop_reason)
-        return f'"delta":{{}},"logprobs":null,"finish_reason":{reason},"stop_reason":{stop}'
+        return f'"delta":{{}},"logprobs":{logprobs},"finish_reason":{reason},"stop_reason":{stop}'
+
+    def _logprobs(self, entries: list[Entry]) -> dict[str, Any]:
+        return chat_logprobs(entries, self._generation.logprobs or 0, self._tokenizer)
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
@@ -252,7 +318,7 @@ class ChatRenderer(Renderer):
                 "refusal": None,
                 "annotations": [],
             },
-            "logprobs": None,
+            "logprobs": self._whole_logprobs(choice),
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
             **({"token_ids": choice.token_ids} if self._generation.return_token_ids else {}),

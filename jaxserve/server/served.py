@@ -8,6 +8,8 @@ from functools import cached_property
 
 import jaxserve
 from jaxserve.errors import ModelNotFoundError
+from jaxserve.grammar.compiler import GrammarCompiler
+from jaxserve.server.tooling import Speech, speech_of
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.tokenizer.infill import Infill, find_infill
@@ -26,6 +28,9 @@ class ServedModel:
     vocab_size: int
     created: int  # Unix seconds
     chat_template: ChatTemplate | None = None
+    max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_choices: int = 1024  # of one request: prompts times n, or times best_of
 
     @property
@@ -54,6 +59,16 @@ class ServedModel:
     def infill(self) -> Infill | None:
         """The tokens for filling in the middle, where the model has them."""
         return find_infill(self.tokenizer)
+
+    @cached_property
+    def speech(self) -> Speech:
+        """How the model writes calls and reasoning. Raises ConfigError, so look at it before serving."""
+        return speech_of(self.tokenizer, self.chat_template, self.tool_call_parser, self.reasoning_parser)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles what answers must look like."""
+        return GrammarCompiler(self.tokenizer, self.vocab_size)
 
     @cached_property
     def max_token_bytes(self) -> int:

@@ -9,28 +9,32 @@ from pydantic import FailFast, Field
 from jaxserve.server.schema.body import Body, object_of, refuse, validate
 from jaxserve.server.schema.fields import Content, Int
 from jaxserve.server.schema.generation import REFUSED, GenerationBody
+from jaxserve.server.schema.tools import MessageCall, ToolChoice, Tools
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: str | None = None
+    tool_calls: Annotated[list[MessageCall], FailFast()] = []  # of the assistant
+    tool_call_id: str | None = None  # of a tool: which call this is the result of
+    reasoning_content: str | None = None  # of the assistant, for templates that want it back
 
 
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None  # beats max_tokens
+    logprobs: bool = False
+    top_logprobs: Annotated[Int, Field(ge=0)] | None = None  # with logprobs: how many of the likeliest
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None  # absent: "auto" with tools, "none" without
+    parallel_tool_calls: bool = True  # without tools it means nothing
 
 
 REFUSED_CHAT = REFUSED | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (False, True),  # without tools both mean nothing
     "functions": ([],),
     "function_call": ("none", "auto"),
     "best_of": (1,),
@@ -43,9 +47,10 @@ REFUSED_CHAT = REFUSED | {
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": (),
+    "include_reasoning": (True,),
     "echo": (False,),
 }
-REFUSED_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+REFUSED_MESSAGE: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}
 
 
 def validate_chat(body: object) -> ChatBody:

@@ -13,15 +13,14 @@ from jaxserve.server.schema.generation import MAX_CHOICES, REFUSED, GenerationBo
 
 class CompletionBody(GenerationBody):
     prompt: Prompts
-    max_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = None  # 0 only with `echo`
+    max_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = None  # 0 only with `echo` or `prompt_logprobs`
     echo: bool = False
+    logprobs: Annotated[Int, Field(ge=0)] | None = None  # how many of the likeliest at each place
     suffix: str | None = None
     best_of: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
 
-REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = REFUSED | {
-    "logprobs": (),
-}
+REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = REFUSED
 
 
 def validate_completion(body: object) -> CompletionBody:

@@ -9,6 +9,7 @@ from pydantic import FailFast, Field
 from jaxserve.server.schema.body import Body
 from jaxserve.server.schema.fields import Int, StopStrings, TokenId
 from jaxserve.server.schema.sampling import SamplingBody
+from jaxserve.server.schema.structured import StructuredBody
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_SALT_CHARS = 256
@@ -27,15 +28,17 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False  # padding against traffic analysis: not there
 
 
-class GenerationBody(SamplingBody):
+class GenerationBody(SamplingBody, StructuredBody):
     """Beside how to sample: which model, when to stop, how to answer."""
 
     model: str | None = None  # absent: the model that is served
     max_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0, lt=2**31)] = 0
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] = 1
     truncate_prompt_tokens: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool = True
     return_token_ids: bool = False
+    prompt_logprobs: Annotated[Int, Field(ge=0)] | None = None  # how many of the likeliest at each place
     stop: StopStrings = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS), FailFast()] = []
     ignore_eos: bool = False
@@ -56,16 +59,6 @@ class GenerationBody(SamplingBody):
 
 # Known fields that are not honoured, and the values that ask for nothing; null is always one of them.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
