@@ -18,6 +18,7 @@ from jaxserve.ops.backend import choose
 from jaxserve.runtime.compilations import CompilationCounter
 from jaxserve.runtime.memory import default_kv_budget, fit_pool
 from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.shaping import shaping_bytes
 from jaxserve.runtime.state import kv_bytes_per_token
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate, chat_template
@@ -47,6 +48,7 @@ class LaunchOptions:
     scheduling_policy: Literal["fcfs", "priority"] = EngineConfig.scheduling_policy
     admission: Literal["optimistic", "reserve"] = EngineConfig.admission
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
+    deterministic: bool = EngineConfig.deterministic
     decode_steps: int = EngineConfig.decode_steps
     attention_backend: str = "auto"
     linear_backend: str = "auto"
@@ -93,8 +95,10 @@ def load_engine(
         files.close()
 
     bytes_per_token = kv_bytes_per_token(model, dtype, backend.pool_lanes)
+    shaping = shaping_bytes(model.vocab_size, options.max_num_seqs)
+    budget = options.kv_cache_memory
     num_pages, max_model_len = fit_pool(
-        budget=default_kv_budget() if options.kv_cache_memory is None else options.kv_cache_memory,
+        budget=default_kv_budget(reserved=shaping) if budget is None else budget,
         bytes_per_token=bytes_per_token,
         page_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
@@ -114,12 +118,14 @@ def load_engine(
         scheduling_policy=options.scheduling_policy,
         admission=options.admission,
         enable_prefix_caching=options.enable_prefix_caching,
+        deterministic=options.deterministic,
         decode_steps=options.decode_steps,
     )
     log.info(
-        "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d",
+        "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d, "
+        "%d bytes to shape logits by",
         name, dtype, jax.devices()[0], backend.attention_name, backend.linear_name,
-        num_pages, config.page_size, bytes_per_token, max_model_len,
+        num_pages, config.page_size, bytes_per_token, max_model_len, shaping,
     )  # fmt: skip
     runner = ModelRunner(model, params, config, backend, dtype=dtype, cache=cache, progress=progress)
     counter = CompilationCounter()

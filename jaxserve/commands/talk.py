@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxserve.commands.flags import DEFAULT_MODEL, add_engine_flags, add_log_level, count
+from jaxserve.commands.flags import DEFAULT_MODEL, add_engine_flags, add_log_level, count, count_from_zero
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty",
+            "presence_penalty", "frequency_penalty", "min_tokens")  # fmt: skip
 
 
 def add_talk_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, prompt_help: str) -> None:
@@ -29,6 +30,21 @@ def add_talk_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, p
     sampling.add_argument("--top-k", type=int, metavar="K", help="default: 0, off")
     sampling.add_argument("--min-p", type=float, metavar="P", help="default: 0, off")
     sampling.add_argument("--seed", type=int, metavar="N", help="default: drawn for each answer")
+    sampling.add_argument(
+        "--repetition-penalty", type=float, metavar="X",
+        help="of tokens that prompt or answer have; above 1 makes them less likely; default: 1, off",
+    )
+    sampling.add_argument(
+        "--presence-penalty", type=float, metavar="X",
+        help="of tokens that the answer has, from -2 to 2; default: 0, off",
+    )
+    sampling.add_argument(
+        "--frequency-penalty", type=float, metavar="X",
+        help="of tokens that the answer has, for each time, from -2 to 2; default: 0, off",
+    )
+    sampling.add_argument(
+        "--min-tokens", type=count_from_zero, metavar="N", help="the answer ends no earlier; default: 0"
+    )
     add_engine_flags(parser, max_num_seqs=1)
     add_log_level(parser)
 

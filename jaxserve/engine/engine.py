@@ -103,7 +103,7 @@ class Engine:
         Raises ContextLengthError or RequestError when it can't be served as it is, QueueFullError when
         too many wait, UnavailableError when the engine is starting, draining or dead.
         """
-        check_request(request, self._config, self._vocab_size)
+        check_request(request, self._config, self._vocab_size, self._eos_ids)
         self._intake.submit(request)
 
     def abort(self, request_id: str) -> None:

@@ -26,8 +26,11 @@ class StopMatcher:
         self._include_in_output = include_in_output
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is safe now and, if one is complete, the stop string that ends it."""
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
+        """Return the text that is safe now and, if one is complete, the stop string that ends it.
+
+        Unless it `may_end`, a stop string that is complete in this text is text like any other.
+        """
         pending = self._held + text
         for i, char in enumerate(text, len(self._held)):
             found = None
@@ -38,8 +41,11 @@ class StopMatcher:
                 if stop[matched] == char:
                     matched += 1
                 self._matched[which] = matched
-                if matched == len(stop) and (found is None or matched > len(found)):
-                    found = stop
+                if matched == len(stop):
+                    if not may_end:
+                        self._matched[which] = failure[matched]
+                    elif found is None or matched > len(found):
+                        found = stop
             if found is not None:
                 self._held = ""
                 end = i + 1
@@ -65,7 +71,7 @@ class OutputProcessor:
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]):
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._end_ids = self._eos_ids | params.stop_token_ids
-        self._max_tokens = params.max_tokens
+        self._max_tokens, self._min_tokens = params.max_tokens, params.min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._num_tokens = 0
@@ -77,7 +83,7 @@ class OutputProcessor:
             return self._end("", "stop", None if token_id in self._eos_ids else token_id)
         text = self._detokenizer.add(token_id)
         if self._matcher is not None:
-            text, stop = self._matcher.push(text)
+            text, stop = self._matcher.push(text, may_end=self._num_tokens > self._min_tokens)
             if stop is not None:
                 return text, "stop", stop
         if self._num_tokens == self._max_tokens:
@@ -92,7 +98,7 @@ class OutputProcessor:
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return text + rest, reason, stop_reason
-        rest, stop = self._matcher.push(rest)
+        rest, stop = self._matcher.push(rest, may_end=self._num_tokens > self._min_tokens)
         if stop is not None:
             return text + rest, "stop", stop
         return text + rest + self._matcher.flush(), reason, stop_reason

@@ -14,13 +14,16 @@ CPU_SHARE, CPU_CEILING = 0.25, 2 * GIB  # of what is free; other programs live o
 DEVICE_SHARE = 0.9  # of an accelerator's memory, weights included; the rest is for temporary buffers
 
 
-def default_kv_budget() -> int:
-    """Bytes for the KV pool when nobody says how many. Call it once the weights are loaded."""
+def default_kv_budget(reserved: int = 0) -> int:
+    """Bytes for the KV pool when nobody says how many. Call it once the weights are loaded.
+
+    `reserved` bytes are left for what else is made on the device and lives as long as the pool.
+    """
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return max(0, int(stats["bytes_limit"] * DEVICE_SHARE) - stats["bytes_in_use"])
-    return min(int(available_host_bytes() * CPU_SHARE), CPU_CEILING)
+        return max(0, int(stats["bytes_limit"] * DEVICE_SHARE) - stats["bytes_in_use"] - reserved)
+    return min(max(0, int((available_host_bytes() - reserved) * CPU_SHARE)), CPU_CEILING)
 
 
 def available_host_bytes() -> int:

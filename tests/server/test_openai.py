@@ -197,9 +197,7 @@ def test_a_wrong_chat_field_is_an_error_that_names_field_and_limit(fields, param
 
 
 ASKS_FOR_SOMETHING: dict[str, Any] = {
-    "best_of": 3, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1}, "min_tokens": 3, "bad_words": ["x"], "allowed_token_ids": [5],
-    "prompt_logprobs": 1,
+    "best_of": 3, "prompt_logprobs": 1,
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
     "use_beam_search": True, "length_penalty": 0.5, "early_stopping": True, "logits_processors": ["x"],
     "mm_processor_kwargs": {"a": 1}, "kv_transfer_params": {"a": 1}, "store": True, "service_tier": "flex",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from jaxserve.server.schema.errors import invalid, shown
+from jaxserve.types import MAX_BAD_WORD_SEQUENCES, MAX_LOGIT_BIAS
 
 MAX_STOP_STRINGS = 4
-MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS = 1024  # of a stop string or a bad word
+MAX_BAD_WORDS = MAX_BAD_WORD_SEQUENCES // 2  # each counts with and without a space in front of it
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def _integral(value: object) -> object:
@@ -50,6 +54,46 @@ def _split_stop(value: object) -> list[str]:
     return stops
 
 
+def _read_logit_bias(value: object) -> dict[int, float]:
+    """OpenAI's form: ids as strings, for JSON has no other keys."""
+    if not isinstance(value, dict):
+        raise invalid('expected an object like {"50256": -100}')
+    if len(value) > MAX_LOGIT_BIAS:
+        raise invalid(f"has {len(value)} token ids, at most {MAX_LOGIT_BIAS} are allowed")
+    found = {}
+    for key, bias in value.items():
+        if not isinstance(key, str) or not _TOKEN_ID.fullmatch(key):
+            raise invalid(f"has the key {shown(key)}, which is no token id: write it in digits")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise invalid(f"must have numbers from -100 to 100, token id {key} has {shown(bias)}")
+        found[int(key)] = float(bias)
+    return found
+
+
+def _check_bad_words(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise invalid(f"expected a list of up to {MAX_BAD_WORDS} strings")
+    if len(value) > MAX_BAD_WORDS:
+        raise invalid(f"has {len(value)} strings, at most {MAX_BAD_WORDS} are allowed")
+    if "" in value:
+        raise invalid("has an empty string, which would be everywhere; leave it out")
+    if any(len(word) > MAX_STOP_CHARS for word in value):
+        raise invalid(f"has a string longer than {MAX_STOP_CHARS} characters")
+    return value
+
+
+def _some_token_ids(value: object) -> list[int]:
+    """One id or more. By hand: there may be as many as the vocabulary has, and one error is enough."""
+    if not isinstance(value, list):
+        raise invalid("expected a list of token ids")
+    if not value:
+        raise invalid("must have at least one token id: nothing could be picked")
+    for i, token_id in enumerate(value):
+        if type(token_id) is not int or token_id < 0:
+            raise invalid(f"must have token ids only, the one at {i} is {shown(token_id)}")
+    return value
+
+
 def _join_content(value: object) -> str:
     """A message's content, a string or text parts, as one text; parts stand on lines of their own."""
     if isinstance(value, str):
@@ -74,3 +118,13 @@ Prompts = Annotated[
 ]
 StopStrings = Annotated[list[str], PlainValidator(_split_stop, json_schema_input_type=str | list[str])]
 Content = Annotated[str, PlainValidator(_join_content, json_schema_input_type=str | list[dict[str, str]])]
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+SomeTokenIds = Annotated[list[int], PlainValidator(_some_token_ids, json_schema_input_type=_Ids)]
+_BiasKey = Annotated[str, Field(pattern=f"^({_TOKEN_ID.pattern})$")]
+_Biases = Annotated[
+    dict[_BiasKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)
+]
+LogitBias = Annotated[dict[int, float], PlainValidator(_read_logit_bias, json_schema_input_type=_Biases)]
+_Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_Words = Annotated[list[_Word], Field(max_length=MAX_BAD_WORDS)]
+BadWords = Annotated[list[str], PlainValidator(_check_bad_words, json_schema_input_type=_Words)]

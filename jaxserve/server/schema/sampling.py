@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from jaxserve.server.schema.body import Body
-from jaxserve.server.schema.fields import Int
+from jaxserve.server.schema.fields import BadWords, Int, LogitBias, SomeTokenIds
 
 
 class SamplingBody(Body):
@@ -16,3 +16,9 @@ class SamplingBody(Body):
     top_k: Annotated[Int, Field(ge=-1, lt=2**31)] = 0  # 0 and -1: off
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[Int, Field(ge=-(2**63), lt=2**64)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # 1: off
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: LogitBias = {}
+    allowed_token_ids: SomeTokenIds | None = None  # null: all
+    bad_words: BadWords = []
