@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxserve.native.library import LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, load
+from jaxserve.native.library import LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, ZEROS, load
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 SCALE_WORDS = 2  # int16 that the scale of a packed bfloat16 channel takes
@@ -86,6 +86,12 @@ def packable(shape: Sequence[int], dtype: DTypeLike) -> bool:
     """Whether `pack` takes an array like this: matrices of all layers, [L, N, K], N and K multiples of 16."""
     multiples = len(shape) == 3 and shape[1] % PACKED_MULTIPLE == 0 and shape[2] % PACKED_MULTIPLE == 0
     return multiples and jnp.dtype(dtype) in DTYPES
+
+
+def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """jnp.zeros in pages of 2 MiB, where Linux has them: for arrays that are read all over, as a KV pool is."""
+    load()
+    return jax.ffi.ffi_call(ZEROS, jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
 
 def _check_packable(name: str, w: jax.Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -36,6 +36,7 @@ class Backend:
     linear: Callable[..., jax.Array]  # linear_xla's signature
     # (parameter's name, weight) -> what `linear` reads in its place, perhaps of another shape and dtype
     prepare: Callable[[str, jax.Array], jax.Array] = _as_it_is
+    zeros: Callable[[Sequence[int], DTypeLike], jax.Array] = jnp.zeros  # (shape, dtype), for the KV pool
     rows: Callable[[jax.Array, jax.Array], jax.Array] = _rows  # of a prepared matrix [N, K], by number
     pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
 
@@ -79,6 +80,7 @@ def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NAT
         _native_attention if native_attention else paged_attention_xla,
         _native_linear if native_linear else linear_xla,
         prepare=_pack if native_linear else _as_it_is,
+        zeros=native.zeros,
         rows=_native_rows if native_linear else _rows,
     )
 

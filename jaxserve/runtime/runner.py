@@ -27,7 +27,6 @@ from jaxserve.runtime import batch as layout
 from jaxserve.runtime import logprobs as scoring
 from jaxserve.runtime import shaping
 from jaxserve.runtime.executables import Executables, fingerprint, without_jax_cache
-from jaxserve.runtime.huge_pages import use_huge_pages
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
 from jaxserve.runtime.step import Rows, make_forward, make_loop, make_sampler
 from jaxserve.types import SamplingParams, TokenLogprobs
@@ -81,7 +80,6 @@ class ModelRunner:
         self.model, self.config, self.backend = model, config, backend
         decoder = abstract_decoder(model, dtype)
         self._leaves = prepare_params(decoder, params, backend)
-        use_huge_pages(self._leaves)
         name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
         executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
@@ -89,7 +87,7 @@ class ModelRunner:
             compile_steps, decoder, self._leaves, kv, state, config, backend, executables, progress
         )
         self._steps = prepare()
-        self._kv: Any = zeros(kv)
+        self._kv: Any = zeros(kv, backend.zeros)
         self._state: Any = zeros(state)
         self._shaping: Any = zeros(shaping.shaping_shapes(config, model.vocab_size))
         words = shaping.num_words(model.vocab_size)
@@ -102,7 +100,7 @@ class ModelRunner:
             log.warning("kept programs don't run, all are compiled again: %s", error)
             executables.clear()
             self._steps = prepare()
-            self._kv, self._state = zeros(kv), zeros(state)
+            self._kv, self._state = zeros(kv, backend.zeros), zeros(state)
             self._shaping = zeros(shaping.shaping_shapes(config, model.vocab_size))
             self._try_out()
         self._is_shaped = [False] * config.max_num_seqs  # by slot: its first row brought a history

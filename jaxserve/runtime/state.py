@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -54,9 +55,9 @@ def state_shapes(config: EngineConfig) -> SlotState:
     return SlotState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in rows))  # type: ignore[arg-type]
 
 
-def zeros[Tree](shapes: Tree) -> Tree:
-    """Fresh device arrays of `shapes`."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+def zeros[Tree](shapes: Tree, make: Callable[..., jax.Array] = jnp.zeros) -> Tree:
+    """Fresh device arrays of `shapes`, each from `make(shape, dtype)`."""
+    return jax.tree.map(lambda s: make(s.shape, s.dtype), shapes)
 
 
 def pack_params(params: SamplingParams) -> np.ndarray:

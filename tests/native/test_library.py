@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve import native
@@ -136,3 +137,10 @@ def test_an_install_without_a_compiler_leaves_the_kernels_out_and_goes_on(tmp_pa
     assert built.returncode == 0, built.stderr
     assert "jaxserve: the C++ CPU kernels are not built, XLA's are used instead:" in built.stdout
     assert not list(tmp_path.rglob(f"*{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"))
+
+
+def test_zeros_are_zeros_of_any_shape_and_dtype(built):
+    for shape, dtype in [((3, 700, 1024), jnp.float32), ((2, 5), jnp.bfloat16), ((0, 4), jnp.int32)]:
+        made = native.zeros(shape, dtype)
+        assert (made.shape, made.dtype) == (shape, dtype)
+        assert not np.asarray(made, np.float32).any()

@@ -152,8 +152,9 @@ class Attention {
   }
   int64_t rows(const Item& item) const { return item.heads * item.queries * group_; }
 
-  // Attention of an item over the keys of one span. `state` is overwritten.
-  void attend_span(const Item& item, int64_t span, State state) const {
+  // Attention of an item over the keys of one span. `state` is overwritten. `following`, or null, is what this
+  // thread takes after the item: its first keys are asked for while the last ones of the item are computed.
+  void attend_span(const Item& item, int64_t span, State state, const Item* following) const {
     const int64_t rows = item.queries * group_;  // of one kv head
     const float* q = load_queries(item);
     float* keys = thread_scratch<KeyTag>(kBlockKeys * dim_);
@@ -166,25 +167,43 @@ class Attention {
     locate(item, begin / kBlockKeys * kBlockKeys, &next);
     for (int64_t start = begin / kBlockKeys * kBlockKeys; start < end; start += kBlockKeys) {
       block = next;
-      if (start + kBlockKeys < item.end) locate(item, start + kBlockKeys, &next);
+      if (start + kBlockKeys < item.end) {
+        locate(item, start + kBlockKeys, &next);
+      } else if (following != nullptr) {
+        locate(*following, following->begin / kBlockKeys * kBlockKeys, &next);
+      } else {
+        next.live = 0;
+      }
       const int64_t live = end - start < kBlockKeys ? end - start : kBlockKeys;
       const int64_t panels = (live + kTileCols - 1) / kTileCols;
       for (int64_t h = 0; h < item.heads; ++h) {
         const State part = from_row(state, h * rows, dim_);
         const int64_t head = (item.first_head + h) * dim_;
         pack_keys(static_cast<const KV*>(args_.k_pages) + head, block, next, panels * kTileCols, keys);
+        if (rows <= kTileRows) ask(static_cast<const KV*>(args_.k_pages) + head, next, panels * kTileCols);
         product<Into::kFresh>(rows, q + h * rows * dim_, dim_, keys, kTileCols * dim_, panels, dim_, scores,
                               kBlockKeys);
         softmax(item, start, panels * kTileCols, scores, part);
         const KV* const v = static_cast<const KV*>(args_.v_pages) + head;
         if (rows <= kTileRows) {
           add_values(rows, scores, v, block, next, live, part.out);
+          ask(v, next, live);
         } else {
           pack_values(v, block, next, live, values);
           product<Into::kContinue>(rows, scores, kBlockKeys, values, kTileCols * kBlockKeys, dim_ / kTileCols, live,
                                    part.out, dim_);
         }
       }
+    }
+  }
+
+  // Asks the memory for the first keys and values of an item.
+  void ask_first(const Item& item) const {
+    Block block;
+    locate(item, item.begin / kBlockKeys * kBlockKeys, &block);
+    for (int64_t h = 0; h < item.heads; ++h) {
+      ask(static_cast<const KV*>(args_.k_pages) + (item.first_head + h) * dim_, block, 0);
+      ask(static_cast<const KV*>(args_.v_pages) + (item.first_head + h) * dim_, block, 0);
     }
   }
 
@@ -206,6 +225,7 @@ class Attention {
   // Where the keys of a block lie: elements from the start of the pool.
   struct Block {
     int64_t offset[kBlockKeys];
+    int64_t live;  // of them keys that a query sees, or that come before one
   };
 
   // Row r of an item: kv head, then query, then query head of the kv head's group.
@@ -248,6 +268,14 @@ class Attention {
     }
     for (int64_t i = 0; i < first; ++i) block->offset[i] = block->offset[first];
     for (int64_t i = live; i < kBlockKeys; ++i) block->offset[i] = block->offset[live - 1];
+    block->live = live;
+  }
+
+  // Asks the memory for the keys or values of a head in `next`, from number `first` on.
+  void ask(const KV* pages, const Block& next, int64_t first) const {
+    for (int64_t i = first; i < next.live; ++i) {
+      for (int64_t d = 0; d < dim_; d += 64 / sizeof(KV)) __builtin_prefetch(pages + next.offset[i] + d, 0, 2);
+    }
   }
 
   // To float32 [key / kTileCols][dim][key % kTileCols]. Asks the memory for the same keys of block `next`.
@@ -444,7 +472,7 @@ void attention_typed(const AttentionArgs& args, Pool& pool) {
     }
     pool.parallel_for(static_cast<int64_t>(parts.size()), [&](int64_t i) {
       const Part& part = parts[i];
-      attention.attend_span(*part.item, part.span, state_at(part.state, attention.rows(*part.item)));
+      attention.attend_span(*part.item, part.span, state_at(part.state, attention.rows(*part.item)), nullptr);
     });
     for (size_t i = 0; i < parts.size();) {
       const Item& item = *parts[i].item;
@@ -457,22 +485,30 @@ void attention_typed(const AttentionArgs& args, Pool& pool) {
     return;
   }
 
-  const auto attend = [&](int64_t i) {
-    const Item& item = items[i];
+  const auto attend = [&](const Item& item, const Item* following) {
     const int64_t rows = attention.rows(item), floats = state_floats(rows, dim);
     float* memory = thread_scratch<StateTag>(2 * floats);
     const State total = state_at(memory, rows), part = state_at(memory + floats, rows);
     clear(total, rows, dim);
     for (int64_t span = item.begin / kSpanKeys; span * kSpanKeys < item.end; ++span) {
-      attention.attend_span(item, span, part);
+      attention.attend_span(item, span, part, following);
       merge(total, part, rows, dim);
     }
     attention.write(item, total);
   };
+  // Items that decode are taken several at a time, so that a thread knows what it reads next.
+  const int64_t count = static_cast<int64_t>(items.size());
+  int64_t chunk = threads == 1 ? count : args.queries == 1 ? count / (4 * threads) : 1;
+  if (chunk < 1) chunk = 1;
+  const auto attend_chunk = [&](int64_t i) {
+    const int64_t end = (i + 1) * chunk < count ? (i + 1) * chunk : count;
+    if (args.queries == 1) attention.ask_first(items[i * chunk]);
+    for (int64_t j = i * chunk; j < end; ++j) attend(items[j], j + 1 < end ? &items[j + 1] : nullptr);
+  };
   if (threads == 1) {
-    for (size_t i = 0; i < items.size(); ++i) attend(static_cast<int64_t>(i));
+    attend_chunk(0);
   } else {
-    pool.parallel_for(static_cast<int64_t>(items.size()), attend);
+    pool.parallel_for((count + chunk - 1) / chunk, attend_chunk);
   }
 }
 
