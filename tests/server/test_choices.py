@@ -186,3 +186,37 @@ def test_best_of_gives_the_likeliest_answers_of_each_prompt_first():
 def test_best_of_equal_to_n_ranks_nothing_and_may_be_streamed():
     generation = parse_completion({"prompt": "a", "n": 2, "best_of": 2, "stream": True}, SERVED, 0.0)
     assert [request.params.logprobs for request in generation.requests] == [None, None]
+
+
+def test_best_of_generates_all_candidates_and_gives_those_with_the_highest_sums(server):
+    body = {"prompt": ["rank me", "me too"], "max_tokens": 8, "seed": 6, "logprobs": 0}
+    _, every = server.post(COMPLETIONS, {**body, "n": 5})
+    _, best = server.post(COMPLETIONS, {**body, "n": 2, "best_of": 5})
+    for prompt in range(2):
+        candidates = every["choices"][5 * prompt : 5 * prompt + 5]
+        candidates.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+        chosen = best["choices"][2 * prompt : 2 * prompt + 2]
+        assert [c["text"] for c in chosen] == [c["text"] for c in candidates[:2]]
+        assert [c["logprobs"] for c in chosen] == [c["logprobs"] for c in candidates[:2]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert best["usage"]["completion_tokens"] == 80
+    assert best["usage"]["prompt_tokens"] == every["usage"]["prompt_tokens"]
+
+
+def test_the_logprobs_of_an_echoed_prompt_are_computed_once_for_all_choices(server):
+    body = {"prompt": "Echo this" * 5, "echo": True, "logprobs": 1, "max_tokens": 4, "seed": 1}
+    _, one = server.post(COMPLETIONS, body)
+    before = num_prefilled(server)
+    _, three = server.post(COMPLETIONS, {**body, "n": 3, "cache_salt": "fresh"})
+    num_prompt = one["usage"]["prompt_tokens"]
+    shared = (num_prompt - 1) // 4 * 4
+    assert num_prefilled(server) - before == shared + 3 * (num_prompt - shared)
+    chunks = server.stream(COMPLETIONS, {**body, "n": 3})[:-1]
+    for index in range(3):
+        arrays = three["choices"][index]["logprobs"]
+        assert len(arrays["tokens"]) == num_prompt + 4
+        for name, values in one["choices"][0]["logprobs"].items():
+            assert arrays[name][:num_prompt] == values[:num_prompt]
+        mine = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["index"] == index]
+        joined = [value for part in mine if part for value in part["token_logprobs"]]
+        assert joined == arrays["token_logprobs"]

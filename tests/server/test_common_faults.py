@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from jaxserve.server.lifecycle import ServerOptions
 from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.tokenizer.load import from_gguf
+from jaxserve.types import TokenLogprobs
 from tests.fakes import BOS, FakeModel, FakeTokenizer
 from tests.server.running import CONFIG, RunningServer, raw_post, text_prompt
 from tests.tokenizer.test_sentencepiece import gguf_of, train
@@ -99,6 +101,39 @@ def test_05_usage_counts_the_tokens_of_all_choices_and_each_prompt_once(server):
             assert usage["total_tokens"] == usage["prompt_tokens"] + 21
 
 
+@pytest.mark.parametrize("prompt", ["the café says é", FakeTokenizer().encode("the 🙂 stop")])
+def test_06_text_offset_is_where_each_tokens_text_begins_echo_included(server, prompt):
+    tokenizer = FakeTokenizer()
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 12, "seed": 1}
+    _, answer = server.post(COMPLETIONS, {**body, "return_token_ids": True})
+    [choice] = answer["choices"]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    offsets = choice["logprobs"]["text_offset"]
+    assert len(offsets) == len(ids) == len(choice["logprobs"]["tokens"])
+    # A token's text is shown once its last byte is there, so it begins where all before it end.
+    so_far = [b"".join(map(tokenizer.token_bytes, ids[:n])) for n in range(len(ids))]
+    assert offsets == [len(raw.decode(errors="ignore")) for raw in so_far]
+    streamed = [event["choices"][0] for event in server.stream(COMPLETIONS, body)[:-1]]
+    parts = [part["logprobs"]["text_offset"] for part in streamed if part["logprobs"]]
+    assert [offset for part in parts for offset in part] == offsets
+
+
+def test_07_an_echo_has_the_logprobs_of_the_prompt_then_one_generated_entry(server):
+    prompts = [FakeTokenizer().encode(text) for text in ("the score", "abab stop")]
+    body = {"prompt": prompts, "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    _, answer = server.post(COMPLETIONS, body)
+    for choice, prompt in zip(answer["choices"], prompts):
+        arrays = choice["logprobs"]
+        assert {len(values) for values in arrays.values()} == {len(prompt) + 1}
+        assert arrays["token_logprobs"][0] is arrays["top_logprobs"][0] is None
+        for n in range(1, len(prompt)):
+            expected = FakeModel().score(prompt[:n], prompt[n], 1).logprob
+            assert arrays["token_logprobs"][n] == expected
+            assert arrays["top_logprobs"][n][arrays["tokens"][n]] == expected
+        last = arrays["tokens"][-1]
+        assert arrays["top_logprobs"][-1][last] == arrays["token_logprobs"][-1]
+
+
 def test_08_max_tokens_0_is_the_echo_of_the_prompt_or_a_400(server):
     status, answer = server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 0, "echo": True})
     assert (status, answer["choices"][0]["text"]) == (200, "hello")
@@ -143,9 +178,12 @@ def test_11_a_seeded_answer_is_the_same_whoever_shares_the_batch(server, path, p
     body = {**prompt, "max_tokens": 40, "seed": 9}
     alone = whole_text(server, path, body)
     assert whole_text(server, path, {**body, "seed": 10}) != alone
+    server.runner.hold()
     with server.connect() as others:
         others.sendall(raw_post(COMPLETIONS, {"prompt": ["a", "hello"], "max_tokens": 200, "stream": True}))
-        server.wait(lambda: server.engine.stats().num_running == 2)
+        server.wait(lambda: server.server.num_open == 2)
+        server.runner.step_s = 0.005
+        server.runner.release()
         assert whole_text(server, path, body) == alone
     if path == COMPLETIONS:
         _, together = server.post(path, {**body, "prompt": ["b", "hello", "c", "d"]})
@@ -230,6 +268,35 @@ def test_17_a_temperature_that_is_no_temperature_is_a_400_and_the_engine_lives(s
     assert status == 400
     assert error["param"] == "temperature" or error["code"] == "invalid_json"
     assert_still_serves(server)
+
+
+class Certain(FakeModel):
+    """Some tokens are impossible in its eyes, and a figure may be no number at all."""
+
+    def score(self, context: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
+        figure = (float("-inf"), float("nan"), -1.0)[len(context) % 3]
+        return TokenLogprobs(token_id, figure, 1, (token_id, 5)[:count], (figure, float("-inf"))[:count])
+
+
+def test_19_an_infinite_logprob_is_valid_json():
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    with RunningServer(fake_model=Certain()) as server:
+        for path, fields in (
+            (COMPLETIONS, {"prompt": "hello", "logprobs": 2, "echo": True}),
+            (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+            (COMPLETIONS, {"prompt": "hello", "prompt_logprobs": 2}),
+        ):
+            body = {**fields, "max_tokens": 6}
+            status, _, raw = server.request("POST", path, body)
+            answer = json.loads(raw, parse_constant=no_constant)
+            assert status == 200
+            assert "-9999" in json.dumps(answer)
+            if "prompt_logprobs" not in fields:
+                _, _, raw = server.request("POST", path, {**body, "stream": True})
+                for line in raw.decode().split("\n\n")[:-2]:
+                    json.loads(line.removeprefix("data: "), parse_constant=no_constant)
 
 
 @both
