@@ -44,9 +44,9 @@ def linear_packed(
 ) -> jax.Array:  # [..., N]
     """`linear` on packed weights, faster. Errors as `linear`'s.
 
-    Weights that were float32 give `linear`'s bits. Those that were bfloat16 are multiplied in 16-bit fixed point
-    (csrc/fixed_kernel.h): an element of x counts to 2^-13 of the largest of its 64 neighbours along K, a weight
-    to 2^-14 of the largest of its channel.
+    Weights that were float32 give `linear`'s bits. Those that were bfloat16 are multiplied in 16-bit fixed
+    point (csrc/fixed_kernel.h): an element of x counts to 2^-13 of the largest of its 64 neighbours along K,
+    a weight to 2^-14 of the largest of its channel.
     """
     if w.dtype not in (jnp.float32, jnp.int16):
         raise ValueError(f"linear_packed: w is {w.dtype}, must come from pack()")
@@ -54,7 +54,7 @@ def linear_packed(
 
 
 def pack(w: jax.Array) -> jax.Array:
-    """`w` [L, N, K] as `linear_packed` reads it: bfloat16 becomes int16 [L, N, K + 2], float32 stays as it is.
+    """`w` [L, N, K] as `linear_packed` reads it: bfloat16 becomes int16 [L, N, K + 2], float32 stays so.
 
     The order depends on the instruction set in use: a packed array is good for this process alone.
     Raises ValueError unless `packable`, NativeUnavailable without the kernels.
@@ -69,7 +69,7 @@ def pack(w: jax.Array) -> jax.Array:
 
 
 def packed_rows(w: jax.Array, rows: jax.Array) -> jax.Array:
-    """Float32 [..., K]: the rows of one matrix, int16 [N, K + 2] from `pack`, with the numbers `rows` [...]."""
+    """Float32 [..., K]: rows of one matrix, int16 [N, K + 2] from `pack`, with the numbers `rows` [...]."""
     panel_rows, width = load().panel_rows(), w.shape[1]
     k = width - SCALE_WORDS
     panel, channel = (rows // panel_rows * panel_rows * width)[..., None], (rows % panel_rows)[..., None]
@@ -89,7 +89,7 @@ def packable(shape: Sequence[int], dtype: DTypeLike) -> bool:
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-    """jnp.zeros in pages of 2 MiB, where Linux has them: for arrays that are read all over, as a KV pool is."""
+    """jnp.zeros in pages of 2 MiB, where Linux has them: for arrays read all over, as a KV pool is."""
     load()
     return jax.ffi.ffi_call(ZEROS, jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
