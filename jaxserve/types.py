@@ -37,6 +37,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are shown all the same
     # What changes the logits, in the order of ops/shaping.py, which says what each does.
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), each id once
     repetition_penalty: float = 1.0  # of tokens of prompt and output; 1 is off

@@ -24,17 +24,18 @@ ALLOWED = {
     "models": {"ops", "errors", "weights.source"},
     "tokenizer": {"errors"},
     "grammar": {"tokenizer", *FOUNDATION},
+    "tools": {"grammar", *FOUNDATION},
     "weights": {"models", "tokenizer", "errors"},
     "engine": {"tokenizer", *FOUNDATION},
     "parallel": {"errors"},
     "runtime": {"models", "ops", "native", "parallel", "engine.plan", "engine.config", *FOUNDATION},
-    "server": {"engine", "tokenizer", "grammar", "metrics", *FOUNDATION},
+    "server": {"engine", "tokenizer", "grammar", "tools", "metrics", *FOUNDATION},
     "commands": {"launch", "server", "engine", "tokenizer", "metrics", "weights", *FOUNDATION},
     "cli": {"commands", *FOUNDATION},
     "__main__": {"cli"},
     "launch": {"engine", "tokenizer", "weights", "models", "ops", "runtime", "parallel", *FOUNDATION},
 }
-NEEDS_NO_JAX = ("errors", "types", "metrics", "tokenizer", "grammar", "engine", "server", "cli", "commands")
+NEEDS_NO_JAX = ("errors", "types", "metrics", "tokenizer", "grammar", "tools", "engine", "server", "cli", "commands")
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "orbax"}
 
 

@@ -74,6 +74,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--log-requests", action="store_true",
         help="log the body of each request, prompts included (default: never)",
     )
+    server.add_argument(
+        "--tool-call-parser", choices=("auto", "hermes", "llama3_json", "mistral", "json"), default="auto",
+        help="format in which the model writes tool calls; auto: as its chat template says",
+    )
+    server.add_argument(
+        "--reasoning-parser", choices=("auto", "none", "think"), default="auto",
+        help="think: what stands between <think> tags is given as reasoning_content; auto: if the model knows "
+        "these tags",
+    )
     _add_security_flags(parser)
     add_engine_flags(parser, max_num_seqs=EngineConfig.max_num_seqs)
     parser.set_defaults(run=run)
@@ -140,7 +149,12 @@ def run(args: argparse.Namespace) -> int:
 
         with ConsoleProgress() as progress:
             loaded = load_engine(launch_options(args), deliver=deliver, progress=progress)
-        model = served_model(loaded, args.served_model_name)
+        model = served_model(
+            loaded,
+            args.served_model_name,
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
+        )
         return Loaded(model, loaded.engine, loaded.compilations_after_warmup)
 
     def on_ready(url: str, model: ServedModel) -> None:

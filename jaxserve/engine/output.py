@@ -72,7 +72,9 @@ class OutputProcessor:
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._end_ids = self._eos_ids | params.stop_token_ids
         self._max_tokens, self._min_tokens = params.max_tokens, params.min_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special=params.skip_special_tokens, shown_ids=params.shown_ids
+        )
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._num_tokens = 0
 

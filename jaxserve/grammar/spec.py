@@ -23,13 +23,14 @@ ANY_TEXT = r"/(.|\n)*/"  # in Lark
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 
 Kind = Literal["json_schema", "lark_grammar"]
+Part = tuple[str, Kind, str]  # name, kind, source
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """`parts` are (name, kind, source); `param` is the request's field to blame for a mistake in them."""
+    """`param` is the request's field to blame for a mistake in the `parts`."""
 
-    parts: tuple[tuple[str, Kind, str], ...]
+    parts: tuple[Part, ...]
     param: str
 
     @property
@@ -40,7 +41,7 @@ class GrammarSpec:
             grammars.append({"name": name, kind: json.loads(text) if kind == "json_schema" else text})
         return json.dumps({"grammars": grammars})
 
-    def renamed(self, name: str) -> tuple[tuple[str, Kind, str], ...]:
+    def renamed(self, name: str) -> tuple[Part, ...]:
         """The parts, with "main" called `name`, to be referred to as @name by another grammar."""
         return tuple((name if own == "main" else own, kind, text) for own, kind, text in self.parts)
 

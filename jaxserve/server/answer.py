@@ -12,6 +12,7 @@ from aiohttp import web
 from jaxserve.errors import RequestError
 from jaxserve.server import openai, sse
 from jaxserve.server.bridge import Stream
+from jaxserve.server.compiling import with_grammar
 from jaxserve.server.errors import EngineFailure, error_json, failure_of
 from jaxserve.server.openai import Generation
 from jaxserve.server.reading import understand
@@ -39,6 +40,7 @@ async def _answer(request: web.Request, parse: Parse) -> web.StreamResponse:
     serving = state.serving()
     try:
         generation = await understand(request, lambda body: parse(body, serving.model, arrival_s))
+        generation = await with_grammar(generation, serving.model)
         stream = state.bridge.open(state.serving().engine, generation.requests)
     except RequestError as error:
         serving.metrics.reject(error.code)

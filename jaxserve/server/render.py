@@ -22,6 +22,7 @@ from jaxserve.server.logprobs import (
     prompt_entries,
     prompt_logprobs,
 )
+from jaxserve.server.message import Message
 from jaxserve.server.openai import Generation
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.types import Event, TokenLogprobs
@@ -82,6 +83,7 @@ class Renderer(ABC):
         self._generation = generation
         # Whether each token shows in the chunks, so that one without text needs a chunk too.
         self._shows_tokens = generation.return_token_ids
+        self._holds_back = generation.reading is not None  # text, until it is known what it is a part of
         self.choices = [
             Choice(i // generation.num_candidates, len(request.prompt_ids))
             for i, request in enumerate(generation.requests)
@@ -116,14 +118,16 @@ class Renderer(ABC):
         if not self._begun[index]:
             self._begun[index] = True
             chunks += self._open(index, choice)
-        if event.text or (self._shows_tokens and event.token_ids):
+        shows = event.text or (self._shows_tokens and event.token_ids)
+        if shows or (self._holds_back and event.finish_reason is not None):
             entries = choice.pending.show(len(event.text)) if choice.pending is not None else []
-            delta = self._delta(index, event, self._logprobs_json(entries))
-            chunks.append(self._chunk(index, delta, choice))
+            for delta in self._deltas(index, event, self._logprobs_json(entries)):
+                chunks.append(self._chunk(index, delta, choice))
         if event.finish_reason is not None:
             choice.last = event
             entries = choice.pending.rest() if choice.pending is not None else []
-            chunks.append(self._chunk(index, self._finish(event, self._logprobs_json(entries)), choice))
+            finish = self._finish(index, event, self._logprobs_json(entries))
+            chunks.append(self._chunk(index, finish, choice))
         return chunks
 
     def collect(self, index: int, event: Event) -> None:
@@ -232,8 +236,11 @@ class Renderer(ABC):
     @abstractmethod
     def _delta(self, index: int, event: Event, logprobs: str) -> str: ...
 
+    def _deltas(self, index: int, event: Event, logprobs: str) -> list[str]:
+        return [self._delta(index, event, logprobs)]
+
     @abstractmethod
-    def _finish(self, event: Event, logprobs: str) -> str: ...
+    def _finish(self, index: int, event: Event, logprobs: str) -> str: ...
 
     @abstractmethod
     def _logprobs(self, entries: list[Entry]) -> dict[str, Any]: ...
@@ -259,7 +266,7 @@ class CompletionRenderer(Renderer):
         text = f'"text":{quote(event.text)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
         return text + self._token_ids(event)
 
-    def _finish(self, event: Event, logprobs: str) -> str:
+    def _finish(self, index: int, event: Event, logprobs: str) -> str:
         reason, stop = json.dumps(event.finish_reason), json.dumps(event.stop_reason)
         return f'"text":"","logprobs":{logprobs},"finish_reason":{reason},"stop_reason":{stop}'
 
@@ -286,6 +293,12 @@ class ChatRenderer(Renderer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, generation: Generation):
+        super().__init__(generation)
+        reading = generation.reading
+        # By choice; None where all text is content.
+        self._messages = None if reading is None else [Message(reading) for _ in self.choices]
+
     def _whole_extras(self) -> dict[str, Any]:
         ids = {"prompt_token_ids": self._prompt_ids(0)} if self._generation.return_token_ids else {}
         return {**ids, **self._whole_prompt_logprobs(self.choices[0])}
@@ -301,8 +314,27 @@ class ChatRenderer(Renderer):
         delta = f'"delta":{{"content":{quote(event.text)}}},"logprobs":{logprobs},"finish_reason":null'
         return delta + self._token_ids(event)
 
-    def _finish(self, event: Event, logprobs: str) -> str:
-        reason, stop = json.dumps(event.finish_reason), json.dumps(event.stop_reason)
+    def _deltas(self, index: int, event: Event, logprobs: str) -> list[str]:
+        if self._messages is None:
+            return [self._delta(index, event, logprobs)]
+        is_last = event.finish_reason is not None
+        deltas = self._messages[index].deltas(event.text, is_last=is_last)
+        if not deltas and (logprobs != "null" or (self._shows_tokens and event.token_ids)):
+            deltas = ["{}"]  # what is known of the tokens doesn't wait for their text
+        parts = []
+        for i, delta in enumerate(deltas):
+            about = "null" if i else logprobs
+            part = f'"delta":{delta},"logprobs":{about},"finish_reason":null'
+            parts.append(part if i else part + self._token_ids(event))
+        return parts
+
+    def _finish_reason(self, index: int, event: Event) -> str | None:
+        """A call that was cut off is no call to make: then the reason is what cut it."""
+        calls = self._messages is not None and self._messages[index].num_calls
+        return "tool_calls" if calls and event.finish_reason == "stop" else event.finish_reason
+
+    def _finish(self, index: int, event: Event, logprobs: str) -> str:
+        reason, stop = json.dumps(self._finish_reason(index, event)), json.dumps(event.stop_reason)
         return f'"delta":{{}},"logprobs":{logprobs},"finish_reason":{reason},"stop_reason":{stop}'
 
     def _logprobs(self, entries: list[Entry]) -> dict[str, Any]:
@@ -310,16 +342,18 @@ class ChatRenderer(Renderer):
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
+        text = "".join(choice.texts)
+        message = {"content": text} if self._messages is None else self._messages[index].whole(text)
         return {
             "index": index,
             "message": {
                 "role": "assistant",
-                "content": "".join(choice.texts),
+                **message,
                 "refusal": None,
                 "annotations": [],
             },
             "logprobs": self._whole_logprobs(choice),
-            "finish_reason": choice.last.finish_reason,
+            "finish_reason": self._finish_reason(index, choice.last),
             "stop_reason": choice.last.stop_reason,
             **({"token_ids": choice.token_ids} if self._generation.return_token_ids else {}),
         }

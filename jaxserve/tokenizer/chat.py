@@ -37,6 +37,11 @@ class ChatTemplate:
         """The names that a client may set: what the template reads and a request has no field for."""
         return sandbox.variables_of(self.source) - _OURS - {"tools"}
 
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template reads `tools`; one that doesn't would drop them silently."""
+        return "tools" in sandbox.variables_of(self.source)
+
     def render(
         self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:

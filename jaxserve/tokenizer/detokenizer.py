@@ -15,15 +15,19 @@ class IncrementalDetokenizer:
     Owned by one request; not for several threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, shown_ids: frozenset[int] = frozenset()
+    ):
+        """`shown_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown_ids = shown_ids
         # Holds the bytes of an unfinished character; at most three.
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token_id: int) -> str:
         """What is certain to be text now; empty for half a character or a skipped special token."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._shown_ids:
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 

@@ -153,7 +153,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
         'part 0 has type "image_url"',
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "part 0"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls", "not"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function", "required"),
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "no"),
     ({"messages": [{"role": "user", "content": text_prompt(N)}]}, "messages", f"context length is {N}"),
     ({"messages": [{"role": "user", "content": "b" * 3_000_000}]}, "messages", f"context length is {N}"),
