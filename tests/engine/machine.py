@@ -18,6 +18,9 @@ MODEL = FakeModel(ids=tuple(3 + byte for byte in "abé".encode()), eos_every=25)
 STEMS = (tuple(range(10, 60)), tuple(range(10, 30)) + tuple(range(90, 120)), (7,) * 50)
 
 
+MODES = ({}, {}, {"deterministic": True}, {"decode_steps": 2}, {"decode_steps": 3}, {"decode_steps": 7})
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Rules are what clients, time and bad luck do; every turn checks every invariant."""
 
@@ -40,7 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
             admission=draw(st.sampled_from(["optimistic", "optimistic", "optimistic", "reserve"])),
             enable_prefix_caching=draw(st.sampled_from([True, True, True, True, False])),
             prefix_alignment=draw(st.sampled_from([None, None, None, 2 * page_size])),
-            **draw(st.sampled_from([{}, {}, {"deterministic": True}, *({"decode_steps": n} for n in (2, 3, 7))])),
+            **draw(st.sampled_from(MODES)),
         )
         self.served = Served(self.config, MODEL, expected_output=draw(st.sampled_from([0.0, 10.0])))
         self.requests: list[Request] = []
@@ -122,3 +125,4 @@ class EngineMachine(RuleBasedStateMachine):
                 text = "".join(event.text for event in events)
                 assert (ids, text, last.finish_reason, last.stop_reason) == whole
             assert last.num_cached_tokens < len(request.prompt_ids)
+            assert last.num_output_tokens == len(ids)

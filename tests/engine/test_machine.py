@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis.errors import HypothesisException
 from hypothesis.stateful import run_state_machine_as_test
 
 from jaxserve.engine import prefix
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.kv_pages import KVPages
 from jaxserve.engine.pages import PageAllocator
 from jaxserve.engine.scheduler import Scheduler
@@ -118,9 +120,33 @@ def free_duplicates_at_once(monkeypatch):
     monkeypatch.setattr(KVPages, "register", hasty)
 
 
+def keep_surplus_ids(monkeypatch):
+    """What a launch of several steps sampled behind the end of a sequence counts as well."""
+    apply, answer = Scheduler.apply, Engine._answer
+
+    def told(self, sampled, now):
+        answer(self, ((seq, i) for seq, i in sampled if seq.request.request_id in self._live), now)
+
+    monkeypatch.setattr(Scheduler, "apply", lambda self, results, now: list(apply(self, results, now)))
+    monkeypatch.setattr(Engine, "_answer", told)
+
+
+def take_the_pages_of_one_step(monkeypatch):
+    """A launch of several steps gets pages for the first of them."""
+    decode_steps = Scheduler._decode_steps
+
+    def meagre(self):
+        step = decode_steps(self)
+        if step is None:
+            return None
+        return replace(step, rows=tuple(replace(row, new_pages=row.new_pages[:1]) for row in step.rows))
+
+    monkeypatch.setattr(Scheduler, "_decode_steps", meagre)
+
+
 BUGS = [
     free_shared_page, skip_token_comparison, register_one_token_early, forget_an_abort_of_the_preempted,
-    evict_page_in_use, free_duplicates_at_once,
+    evict_page_in_use, free_duplicates_at_once, keep_surplus_ids, take_the_pages_of_one_step,
 ]  # fmt: skip
 
 
