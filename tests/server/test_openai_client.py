@@ -75,6 +75,55 @@ def test_an_answer_can_be_sent_back_as_a_message(client):
     assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=3).choices
 
 
+def test_n_answers_arrive_whole_and_streamed_alike(client):
+    fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 150, "seed": 1, "n": 3, "stop": list("aei")}
+    whole = client.chat.completions.create(**fields)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    joined = ["", "", ""]
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            joined[choice.index] += choice.delta.content or ""
+    assert joined == texts
+    with client.chat.completions.stream(**fields) as stream:
+        final = stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == texts
+    assert [choice.finish_reason for choice in final.choices] == ["stop"] * 3
+
+
+def test_best_of_echo_and_logprobs_of_a_completion(client):
+    fields = {"model": MODEL, "prompt": "hello", "max_tokens": 5, "seed": 1}
+    answer = client.completions.create(**fields, n=2, best_of=4, echo=True, logprobs=1)
+    for choice in answer.choices:
+        assert choice.text.startswith("hello")
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert choice.logprobs.token_logprobs[0] is None
+    assert answer.usage.completion_tokens == 20
+    with pytest.raises(openai.BadRequestError, match="fill-in-the-middle"):
+        client.completions.create(**fields, suffix="world")
+    scored = client.completions.create(
+        model=MODEL, prompt=[[9, 10, 11], [12, 13]], max_tokens=1, echo=True, logprobs=1, temperature=0
+    )
+    assert [len(choice.logprobs.tokens) for choice in scored.choices] == [4, 3]
+
+
+def test_fields_that_openai_does_not_know_go_into_the_extra_body(client):
+    extra = {"return_token_ids": True, "top_k": 5, "min_p": 0.1, "request_id": "from-extra-body"}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=4, extra_body=extra
+    )
+    assert answer.id == "chatcmpl-from-extra-body"
+    assert len(answer.choices[0].token_ids) == 4
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
+    goes_on = client.chat.completions.create(
+        model=MODEL, messages=begun, max_tokens=4, extra_body={"continue_final_message": True}
+    )
+    assert len(goes_on.choices[0].message.content) == 4
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, store=True)
+    assert (refused.value.param, refused.value.code) == ("store", "unsupported_parameter")
+
+
 def test_closing_a_stream_early_ends_the_request(server, client):
     server.runner.step_s = 0.02
     stream = client.completions.create(model=MODEL, prompt="x", max_tokens=200, stream=True)
@@ -93,6 +142,23 @@ def test_errors_arrive_as_the_exceptions_of_their_status(client):
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1, stream=True)
     assert wrong.value.param == "temperature"
+
+
+def test_the_async_streaming_helper_accumulates_every_choice(server):
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            fields: dict = {"model": MODEL, "messages": MESSAGES, "seed": 3, "n": 2, "stop": list("aei")}
+            whole = await client.chat.completions.create(**fields)
+            async with client.chat.completions.stream(
+                **fields, stream_options={"include_usage": True}
+            ) as stream:
+                kinds = {event.type async for event in stream}
+                final = await stream.get_final_completion()
+            assert {"chunk", "content.delta", "content.done"} <= kinds
+            assert [c.message.content for c in final.choices] == [c.message.content for c in whole.choices]
+            assert final.usage.completion_tokens == whole.usage.completion_tokens > 2
+
+    asyncio.run(run())
 
 
 def test_the_async_client_runs_many_requests_at_once(server):
