@@ -42,6 +42,7 @@ from load_server import Served, ServerError, Variant, make_parser, metrics, pars
 SHORT = {"seconds": 8.0, "capacity_requests": 12, "output": 16, "slots": 4, "queue": 4}
 REFUSED = frozenset({429})
 SAMPLE_S = 0.5
+ALWAYS_0 = ("compilations_after_warmup", "invariant_violations_total")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ async def overload(
     return column, [
         *others, *miscounts(refused, before, after), *growth(memory, args.max_growth),
         *([] if len(waits) == len(refused) else ["a 429 without Retry-After"]),
+        *(f"{name} is {after[name]:.0f}" for name in ALWAYS_0 if after.get(name)),
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +167,61 @@ def test_a_stream_that_breaks_is_an_error():
         answer = complete(running.url, "x", 5)
     assert answer.error is not None
     assert answer.error.startswith(("in the stream", "HTTP 500"))
+
+
+def complete_from(stream: str, max_tokens: int) -> load_client.Answer:
+    """One request to a server that answers with this text, whatever it is asked."""
+
+    async def run() -> load_client.Answer:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with load_client.session() as http:
+                port = runner.addresses[0][1]
+                return await load_client.complete(http, f"http://127.0.0.1:{port}", "x", max_tokens)
+        finally:
+            await runner.cleanup()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=stream, content_type="text/event-stream")
+
+    return asyncio.run(run())
+
+
+TWO_TOKENS = """data: {"choices": [{"text": "a"}]}
+
+: a comment
+
+data: {"choices": [{"text": "b"}], "usage": null}
+
+data: {"choices": [{"text": "", "finish_reason": "length"}]}
+
+data: {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+
+"""
+DONE = "data: [DONE]\n\n"
+
+
+def test_chunks_without_text_are_no_tokens():
+    answer = complete_from(TWO_TOKENS + DONE, 2)
+    assert (answer.error, answer.num_prompt, answer.num_output, answer.num_cached) == (None, 7, 2, 0)
+    assert len(answer.token_times_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("stream", "max_tokens", "error"),
+    [
+        (TWO_TOKENS, 2, "the stream has no end"),
+        (TWO_TOKENS + DONE, 3, "2 tokens in place of 3"),
+        ('data: {"error": {"message": "on fire", "code": "failed"}}\n\n', 2, "in the stream: on fire"),
+        ("data: {nonsense\n\n" + DONE, 2, "JSONDecodeError"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_an_error(stream, max_tokens, error):
+    assert (complete_from(stream, max_tokens).error or "").startswith(error)
 
 
 # Whole runs.
