@@ -29,20 +29,35 @@ class Entry:
     offset: int  # of its first character in the text that is shown
 
 
+class Offsets:
+    """Where the text of one token after the other begins, if that of the first does at `start`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, start: int):
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+        self._end = start
+
+    def next(self, token_id: int) -> int:
+        begin = self._end
+        text = self._detokenizer.add(token_id)
+        self._end += len(text)
+        own = _text_of(self._tokenizer.token_bytes(token_id))
+        # Half of a character begins where the character will be. What comes in front of a whole text is
+        # U+FFFD, for a half before it that was never completed.
+        return self._end - len(own) if text and own else begin
+
+
 class PendingEntries:
     """Entries of one answer that wait for their text to be shown."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, offset: int):
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
-        self._end = offset  # of the text that all tokens so far stand for
+        self._offsets = Offsets(tokenizer, skip_special=skip_special, start=offset)
         self._shown = offset
         self._waiting: deque[Entry] = deque()
 
     def add(self, figures: Iterable[TokenLogprobs]) -> None:
         """The next tokens of the answer."""
-        for one in figures:
-            self._waiting.append(Entry(one.token_id, one, self._end))
-            self._end += len(self._detokenizer.add(one.token_id))
+        self._waiting.extend(Entry(one.token_id, one, self._offsets.next(one.token_id)) for one in figures)
 
     def show(self, num_chars: int) -> list[Entry]:
         """The entries that go with the next `num_chars` characters."""
@@ -73,12 +88,11 @@ def prompt_entries(
             break
     else:  # the tokenizer does not give back the text it was given
         skip_special, whole = False, text
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
-    entries, end = [], len(text) - len(whole)
-    for token_id, one in zip(ids, figures):
-        entries.append(Entry(token_id, one, min(max(end, 0), len(text))))
-        end += len(detokenizer.add(token_id))
-    return entries
+    offsets = Offsets(tokenizer, skip_special=skip_special, start=len(text) - len(whole))
+    return [
+        Entry(token_id, one, min(max(offsets.next(token_id), 0), len(text)))
+        for token_id, one in zip(ids, figures)
+    ]
 
 
 def completion_logprobs(entries: Sequence[Entry], count: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -119,10 +133,15 @@ def spelled(token_id: int, tokenizer: Tokenizer) -> str:
     raw = tokenizer.token_bytes(token_id)
     if not raw:
         return f"token_id:{token_id}"
+    text = _text_of(raw)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw) if text is None else text
+
+
+def _text_of(raw: bytes) -> str | None:
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return None
 
 
 def _likeliest(figures: TokenLogprobs, count: int, tokenizer: Tokenizer) -> dict[str, float]:
