@@ -19,7 +19,7 @@ def served_model(
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
 ) -> ServedModel:
-    """The loaded model under its own name, or under `names`. Raises ConfigError for parsers that don't fit."""
+    """The loaded model under its own name, or under `names`; ConfigError for parsers that don't fit."""
     model = ServedModel(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,

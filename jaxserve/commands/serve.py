@@ -80,8 +80,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     server.add_argument(
         "--reasoning-parser", choices=("auto", "none", "think"), default="auto",
-        help="think: what stands between <think> tags is given as reasoning_content; auto: if the model knows "
-        "these tags",
+        help="think: what stands between <think> tags is given as reasoning_content; auto: if the model "
+        "knows these tags",
     )
     _add_security_flags(parser)
     add_engine_flags(parser, max_num_seqs=EngineConfig.max_num_seqs)

@@ -19,7 +19,7 @@ class Message:
         self.num_calls = 0
 
     def deltas(self, text: str, *, is_last: bool) -> list[str]:
-        """The JSON of the deltas that `text` brings. A call begins with its id and name in a delta of its own."""
+        """The JSON of the deltas that `text` brings. A call's id and name come in a delta of their own."""
         return [self._delta(piece) for piece in self._pieces(text, is_last)]
 
     def whole(self, text: str) -> dict[str, Any]:

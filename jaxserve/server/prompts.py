@@ -44,11 +44,11 @@ def chat_prompt(
     bos = model.tokenizer.bos_id
     messages = _template_messages(fields.messages, model)
     variables = dict(fields.chat_template_kwargs)
-    if tools and model.chat_template is not None and model.chat_template.takes_tools:
-        variables["tools"] = list(tools)
-    elif tools or any(message.tool_calls or message.role == "tool" for message in fields.messages):
-        if model.chat_template is not None and not model.chat_template.takes_tools:
+    if model.chat_template is not None and not model.chat_template.takes_tools:
+        if tools or any(message.tool_calls or message.role == "tool" for message in fields.messages):
             messages = without_tools(messages, tools)
+    elif tools:
+        variables["tools"] = list(tools)
     try:
         ids = encode_chat(
             model.tokenizer,
@@ -162,12 +162,13 @@ def _check_roles(message: Message, i: int) -> None:
     """A field of the wrong role would be dropped silently by most templates."""
     if message.role == "tool" and message.tool_call_id is None:
         raise RequestError(
-            f"'messages[{i}].tool_call_id' is required with the role \"tool\": it says which call this is the "
-            "result of.",
+            f"'messages[{i}].tool_call_id' is required with the role \"tool\": it says which call this is "
+            "the result of.",
             param=f"messages[{i}].tool_call_id",
             code="missing_required_parameter",
         )
-    for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+    for name in ("tool_calls", "reasoning_content", "tool_call_id"):
+        role = "tool" if name == "tool_call_id" else "assistant"
         if getattr(message, name) and message.role != role:
             raise RequestError(
                 f"'messages[{i}].{name}' belongs to the role {shown(role)}, but the message is by "

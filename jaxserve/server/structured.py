@@ -19,9 +19,9 @@ def answer_spec(fields: StructuredBody) -> GrammarSpec | None:
         asked.append(("response_format", specs.json_object))
     elif formats is not None and formats.type == "json_schema":
         asked.append(("response_format.json_schema", partial(_format_spec, fields)))
-    outputs = fields.structured_outputs
+    outputs, prefix = fields.structured_outputs, "structured_outputs."
     if outputs is not None:
-        asked += _constraints("structured_outputs.", outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
+        asked += _constraints(prefix, outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
         if outputs.json_object:
             asked.append(("structured_outputs.json_object", specs.json_object))
     asked += _constraints(
@@ -38,8 +38,8 @@ def answer_spec(fields: StructuredBody) -> GrammarSpec | None:
     [(param, make)] = asked
     if getattr(fields, "allowed_token_ids", None) is not None:
         raise RequestError(
-            f"'allowed_token_ids' and '{param}' can't be combined: the tokens that the answer must be made of "
-            "may not be among the allowed ones. Leave one of them out.",
+            f"'allowed_token_ids' and '{param}' can't be combined: the tokens that the answer must be made "
+            "of may not be among the allowed ones. Leave one of them out.",
             param="allowed_token_ids",
         )
     return make(param)

@@ -81,11 +81,12 @@ def speech_of(
     source = "" if template is None else template.source
     if template is not None and not template.takes_tools and tool_call_parser not in ("auto", "hermes"):
         raise ConfigError(
-            f"tool_call_parser={tool_call_parser!r}: the chat template knows no tools, so the server describes "
-            'them itself, and in the format "hermes"; use auto, or give a template with --chat-template'
+            f"tool_call_parser={tool_call_parser!r}: the chat template knows no tools, so the server "
+            'describes them itself, in the format "hermes"; use auto, or give a template by --chat-template'
         )
     if reasoning_parser not in REASONING_PARSERS:
-        raise ConfigError(f"reasoning_parser={reasoning_parser!r} must be one of {', '.join(REASONING_PARSERS)}")
+        known = ", ".join(REASONING_PARSERS)
+        raise ConfigError(f"reasoning_parser={reasoning_parser!r} must be one of {known}")
     takes_tools = template is not None and template.takes_tools
     tool_format = choose_format(tool_call_parser, source if takes_tools else None)
     texts = {text for one in FORMATS.values() for text in one.markers} | {reasoning.OPEN, reasoning.CLOSE}
@@ -102,7 +103,9 @@ def offer_of(fields: ChatBody, speech: Speech) -> Offer:
     names = [tool.function.name for tool in fields.tools]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise RequestError(f"'tools' has two functions called {shown(twice)}; names must differ.", param="tools")
+        raise RequestError(
+            f"'tools' has two functions called {shown(twice)}; names must differ.", param="tools"
+        )
     choice = fields.tool_choice if fields.tool_choice is not None else "auto" if names else "none"
     if choice in ("none", "auto") and not names:
         return Offer()
@@ -146,7 +149,9 @@ def template_tools(fields: ChatBody, offer: Offer) -> list[dict[str, Any]]:
     ]
 
 
-def reading_of(offer: Offer, speech: Speech, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Reading | None:
+def reading_of(
+    offer: Offer, speech: Speech, tokenizer: Tokenizer, prompt_ids: Sequence[int]
+) -> Reading | None:
     """None where the text is nothing but text."""
     if not (offer.functions or speech.thinks):
         return None
@@ -163,7 +168,7 @@ def reading_of(offer: Offer, speech: Speech, tokenizer: Tokenizer, prompt_ids: S
 def chat_grammar(
     content: GrammarSpec | None, offer: Offer, speech: Speech, reading: Reading | None
 ) -> GrammarSpec | None:
-    """What the answer must look like, calls and reasoning included; `content` is of an answer without calls."""
+    """What the answer must look like, calls and reasoning included; `content` is of one without calls."""
     answer = content
     kind = speech.tool_format
     if offer.functions and kind is not None:

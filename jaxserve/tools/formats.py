@@ -79,7 +79,7 @@ def forced_calls(
 def free_or_calls(
     kind: ToolFormat, functions: Sequence[Function], special: SpecialIds, *, single: bool, param: str
 ) -> GrammarSpec:
-    """Any text, in which calls are as the functions' schemas say; without `strict`, arguments are any object."""
+    """Any text, with calls as the functions' schemas say; of those not `strict`, arguments are any object."""
     loose = [one if one.strict else Function(one.name, {"type": "object"}) for one in functions]
     if kind.parser is HermesParser or kind.parser is MistralParser:
         marker = kind.markers[0]
@@ -144,7 +144,7 @@ def _call_rules(
 
 
 def _repeats(kind: ToolFormat, special: SpecialIds) -> bool:
-    """Whether each of several calls has a marker of its own; older models of Mistral write a list behind one."""
+    """Whether each of several calls has its own marker; older models of Mistral write a list behind one."""
     return kind.parser is HermesParser or "[ARGS]" in special
 
 

@@ -11,7 +11,7 @@ Kind = Literal["content", "reasoning", "call", "arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`call` begins call number `index`, and `text` is its function's name; `arguments` are more of its JSON."""
+    """`call` begins call number `index`, `text` is its function's name; `arguments` are more of its JSON."""
 
     kind: Kind
     text: str

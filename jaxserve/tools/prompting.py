@@ -13,7 +13,7 @@ MISTRAL_ID_CHARS = 9  # what Mistral's templates insist on
 
 
 def template_call(call_id: str, name: str, arguments: str, kind: ToolFormat | None) -> dict[str, Any]:
-    """A call of an earlier answer. Templates want the arguments as an object, OpenAI's API has them as text."""
+    """A call of an earlier answer. Templates want its arguments as an object, OpenAI's API as text."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -30,7 +30,9 @@ def template_id(call_id: str, kind: ToolFormat | None) -> str:
     return hashlib.sha256(call_id.encode()).hexdigest()[:MISTRAL_ID_CHARS]
 
 
-def without_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_tools(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The messages for a template that knows neither tools nor their results: both told in plain text.
 
     The tools are listed at the end of the system message, calls stand between <tool_call> tags in the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.tools.pieces import Piece, held_back, joined
+from jaxserve.tools.pieces import Piece, TextParser, held_back, joined
 
 OPEN, CLOSE = "<think>", "</think>"
 _BLANKS = " \t\n\r"
@@ -64,9 +64,11 @@ class ThinkParser:
 
 
 class AnswerParser:
-    """A TextParser over both: what is not reasoning may hold tool calls. `most_calls` are given, if not None."""
+    """A TextParser over both: what is not reasoning may hold tool calls. Past `most_calls` they are dropped."""
 
-    def __init__(self, think: ThinkParser | None, calls, most_calls: int | None = None):
+    def __init__(
+        self, think: ThinkParser | None, calls: TextParser | None, most_calls: int | None = None
+    ):
         self._think, self._calls, self._most_calls = think, calls, most_calls
 
     def push(self, text: str) -> list[Piece]:
