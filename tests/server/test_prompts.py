@@ -267,3 +267,9 @@ def test_an_id_of_the_clients_own_is_a_part_of_the_answers_id_and_taken_once_at_
         assert (status, answer["error"]["param"]) == (400, "request_id")
         server.runner.release()
         assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_name_is_handed_to_the_chat_template():
+    served = with_template("{% for m in messages %}{{ m.name }}:{{ m.content }} {% endfor %}")
+    messages = [{"role": "user", "name": "Ann", "content": "hi"}, {"role": "user", "content": "x"}]
+    assert ids_of(chat(served, messages=messages)) == ENCODE("Ann:hi :x ")
