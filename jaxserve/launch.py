@@ -129,7 +129,10 @@ def load_engine(
     )  # fmt: skip
     runner = ModelRunner(model, params, config, backend, dtype=dtype, cache=cache, progress=progress)
     counter = CompilationCounter()
-    engine = Engine(config, runner, tokenizer, deliver=deliver, vocab_size=model.vocab_size)
+    engine = Engine(
+        config, runner, tokenizer,
+        deliver=deliver, vocab_size=model.vocab_size, on_stop=counter.close,
+    )  # fmt: skip
     engine.start()
     return LoadedEngine(
         engine, tokenizer, template, config, name, model.vocab_size, lambda: counter.count

@@ -131,6 +131,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         help="keep the pages of prompts and answers for prompts that begin alike (default: on)",
     )
     batching.add_argument(
+        "--deterministic", action="store_true",
+        help="answer a request with the same bits whatever else runs; docs/determinism.md says at what cost",
+    )
+    batching.add_argument(
         "--decode-steps", type=count, default=EngineConfig.decode_steps, metavar="K",
         help="tokens of each stream that one launch decodes while nobody waits: fewer gaps between steps, but "
         "tokens come K at a time and new requests wait for the launch at hand",
@@ -169,6 +173,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         scheduling_policy=args.scheduling_policy,
         admission=args.admission,
         enable_prefix_caching=args.enable_prefix_caching,
+        deterministic=args.deterministic,
         decode_steps=args.decode_steps,
         attention_backend=args.attention_backend,
         linear_backend=args.linear_backend,

@@ -51,6 +51,7 @@ class Engine:
     A turn launches the next step before it reads the ids of the one before, so the device works while
     the host does. Where a row of that step has a grammar, the ids are read behind the step's forward pass and
     before its sampler. `eos_ids` defaults to the tokenizer's; with `vocab_size`, ids beyond it are refused.
+    `on_stop` is called at the end of `stop`, by each call of it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         deliver: Callable[[list[Event]], None],
         eos_ids: frozenset[int] | None = None,
         vocab_size: int | None = None,
+        on_stop: Callable[[], None] = lambda: None,
     ):
         self._config = config
         self._runner = runner
@@ -69,6 +71,7 @@ class Engine:
         self._deliver = deliver
         self._eos_ids = tokenizer.eos_ids if eos_ids is None else eos_ids
         self._vocab_size = vocab_size
+        self._on_stop = on_stop
         self._intake = Intake(config)
         self._thread: threading.Thread | None = None
         self._turn_began_s: float | None = None  # None between turns
@@ -156,6 +159,7 @@ class Engine:
         if left:
             self._deliver(left)
             self._intake.settle()
+        self._on_stop()
         return ended_well
 
     # From the engine thread, or from the one caller that drives an engine without a thread.

@@ -15,6 +15,7 @@ class CompilationCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
+        self._closed = False
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
@@ -27,5 +28,7 @@ class CompilationCounter:
         return self._count
 
     def close(self) -> None:
-        """Stop counting."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        """Stop counting; the count stays. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            jax.monitoring.unregister_event_duration_listener(self._listen)

@@ -26,6 +26,7 @@ from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
 from jaxserve.runtime import logprobs as scoring
 from jaxserve.runtime import shaping
+from jaxserve.runtime.determinism import RowCheck, require_deterministic_device
 from jaxserve.runtime.executables import Executables, fingerprint, without_jax_cache
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
 from jaxserve.runtime.step import Rows, make_forward, make_loop, make_sampler
@@ -78,6 +79,8 @@ class ModelRunner:
         progress: Progress | None = None,
     ):
         self.model, self.config, self.backend = model, config, backend
+        if config.deterministic:
+            require_deterministic_device()
         decoder = abstract_decoder(model, dtype)
         self._leaves = prepare_params(decoder, params, backend)
         name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
@@ -103,6 +106,10 @@ class ModelRunner:
             self._kv, self._state = zeros(kv, backend.zeros), zeros(state)
             self._shaping = zeros(shaping.shaping_shapes(config, model.vocab_size))
             self._try_out()
+        if config.deterministic:
+            check = RowCheck(self._steps, self._leaves, self._kv, self._state, model, config)
+            check.run()
+            self._kv, self._state = check.kv, check.state
         self._is_shaped = [False] * config.max_num_seqs  # by slot: its first row brought a history
         self._params = [SamplingParams(1)] * config.max_num_seqs  # by slot: what its first row brought
 
