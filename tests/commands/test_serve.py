@@ -36,7 +36,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
         "--no-enable-prefix-caching --admission reserve "
         "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority --step-timeout 9 "
-        "--decode-steps 4"
+        "--decode-steps 4 --deterministic"
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
@@ -46,6 +46,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,
         "admission": "reserve", "max_queued_tokens": 900, "queue_timeout": 2.5,
         "scheduling_policy": "priority", "step_timeout": 9, "decode_steps": 4,
+        "deterministic": True,
     }  # fmt: skip
     options = fake_launch.server_options
     assert (options.host, options.port, options.shutdown_timeout_s) == ("0.0.0.0", 0, 7)
@@ -104,10 +105,10 @@ def test_serve_says_in_one_line_where_it_is_with_a_curl_that_works_and_stops_on_
     assert curl[1].startswith(url)
     header = dict([curl[curl.index("-H") + 1].split(": ")])
     request = urllib.request.Request(curl[1], curl[curl.index("-d") + 1].encode(), header)
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         assert json.load(response)["choices"][0]["message"]["content"]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err
 
@@ -125,9 +126,9 @@ def test_serve_exits_with_an_error_by_itself_when_the_device_fails():
         f"{url}/v1/completions", b'{"prompt": "x"}', {"Content-Type": "application/json"}
     )
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=120)
     assert caught.value.code == 500
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     last = err.strip().splitlines()[-1]
     assert last == "error: the engine has failed: ZeroDivisionError: division by zero; start the server again"
@@ -137,7 +138,7 @@ def test_a_port_in_use_is_one_line_and_comes_before_the_model_is_loaded(remote):
     program = SERVE.format(root=str(ROOT), port=str(remote.port)).replace(
         "    model = served_model()\n", "    raise SystemError('loaded')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert f"port {remote.port} is in use" in done.stderr
