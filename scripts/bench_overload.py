@@ -123,7 +123,7 @@ async def overload(
 
 async def sample(http: aiohttp.ClientSession, url: str, end_s: float) -> list[Sample]:
     """The server's memory twice a second; that /metrics goes on answering is a part of the promise."""
-    samples = []
+    samples: list[Sample] = []
     while time.perf_counter() < end_s or not samples:
         values = await metrics(http, url)
         samples.append(Sample(time.perf_counter(), resident_mib(values)))
