@@ -35,6 +35,7 @@ class FakeTokenizer:
         self._longest_first = sorted(range(3, len(self._bytes)), key=lambda i: -len(self._bytes[i]))
         self.vocab_size = len(self._bytes)
         self.bos_id: int | None = BOS
+        self.eos_id: int | None = EOS
         self.eos_ids = frozenset({EOS})
         self.add_bos = False
 
@@ -107,6 +108,7 @@ class _Slot:
     end_ids: tuple[int, ...] = ()
     context_len: int = 0
     last_id: int | None = None
+    seen: list[int] | None = None  # prompt and output that its logits are shaped by, if they are
 
     @property
     def has_ended(self) -> bool:
@@ -228,12 +230,15 @@ class FakeRunner:
             context = [self._read(slot, position) for position in range(slot.context_len)]
             assert UNWRITTEN not in context, "a position is read that nobody has written"
             assert GARBAGE not in context, "a position is read that a padding row has written"
+            assert slot.seen in (None, context), "logits would be shaped by another history"
             if mask is None or (mask[n] == -1).all():
                 slot.last_id = self.model.next_id(context, slot.params)
             else:
                 bits = np.unpackbits(mask[n].view(np.uint8), bitorder="little")
                 slot.last_id = self.model.next_id(context, slot.params, np.nonzero(bits)[0].tolist())
             sampled.append(slot.last_id)
+            if slot.seen is not None:
+                slot.seen.append(slot.last_id)
         return sampled
 
     def _check_shape(self, step: Step) -> None:
@@ -261,7 +266,10 @@ class FakeRunner:
         if row.params is not None:
             assert row.first_page == 0
             assert len(row.end_ids) <= MAX_END_IDS
-            self.slots[row.slot] = _Slot(row.params, [], row.end_ids)
+            history = row.history
+            assert (history is not None) == row.params.is_shaped
+            seen = None if history is None else [*history.prompt_ids, *history.output_ids]
+            self.slots[row.slot] = _Slot(row.params, [], row.end_ids, seen=seen)
         slot = self.slots[row.slot]
         assert slot is not None, f"slot {row.slot} was never given parameters"
         if row.start != slot.context_len and not slot.has_ended:  # some of it was computed for others

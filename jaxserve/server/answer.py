@@ -72,14 +72,7 @@ async def _stream(request: web.Request, generation: Generation, stream: Stream) 
     for _, event in events:
         if (failure := failure_of(event)) is not None:
             raise failure
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": sse.CONTENT_TYPE,
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # proxies must pass each chunk on
-            "X-Request-Id": generation.id,
-        }
-    )
+    response = web.StreamResponse(headers=sse.headers(generation.id))
     try:
         await response.prepare(request)
         await _write_chunks(response, renderer(generation), generation.include_usage, events, stream)

@@ -6,12 +6,24 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+import jaxserve
 from jaxserve.errors import RequestError
 from jaxserve.server.answer import chat_completions, completions
 from jaxserve.server.errors import HttpError, body_too_large, error_response, json_errors
+from jaxserve.server.openapi import openapi_text
+from jaxserve.server.routes.responses import responses
+from jaxserve.server.routes.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.security import KEYS, ORIGINS, Keys, add_cors_headers, check_key, guard
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import STATE, ServerState
+
+POSTS = {
+    "/completions": completions,
+    "/chat/completions": chat_completions,
+    "/responses": responses,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
 
 
 def make_app(
@@ -23,11 +35,15 @@ def make_app(
     app.on_response_prepare.append(add_cors_headers)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/version", version)
+    app.router.add_get("/load", load)
+    app.router.add_get("/openapi.json", openapi_json)
     for prefix in ("/v1", ""):
         app.router.add_get(f"{prefix}/models", models)
         app.router.add_get(prefix + "/models/{name:.+}", one_model)
-        app.router.add_post(f"{prefix}/completions", completions, expect_handler=expect)
-        app.router.add_post(f"{prefix}/chat/completions", chat_completions, expect_handler=expect)
+        app.router.add_get(f"{prefix}/tokenizer_info", tokenizer_info)
+        for path, handler in POSTS.items():
+            app.router.add_post(prefix + path, handler, expect_handler=expect)
     return app
 
 
@@ -40,6 +56,25 @@ async def health(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     body, content_type = request.app[STATE].loaded().metrics.expose(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def version(request: web.Request) -> web.Response:
+    return web.json_response({"version": jaxserve.__version__})
+
+
+async def load(request: web.Request) -> web.Response:
+    """How busy the engine is, for balancers; /metrics says more."""
+    stats = request.app[STATE].loaded().engine.stats()
+    return web.json_response({
+        "server_load": stats.num_running + stats.num_waiting,
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "kv_cache_usage": stats.num_pages_used / max(1, stats.num_pages_total),
+    })
+
+
+async def openapi_json(request: web.Request) -> web.Response:
+    return web.Response(text=openapi_text(), content_type="application/json")
 
 
 async def models(request: web.Request) -> web.Response:
