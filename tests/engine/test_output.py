@@ -131,3 +131,29 @@ def test_text_held_back_for_a_stop_string_is_given_when_the_request_is_cut_off()
     processor = OutputProcessor(SamplingParams(max_tokens=9, stop=("abc",)), TOKENIZER, TOKENIZER.eos_ids)
     assert [processor.add(token_id)[0] for token_id in LETTERS] == ["", ""]
     assert processor.flush() == "ab"
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "reason"),
+    [
+        (0, "", "stop"), (3, "", "stop"), (4, "stopab", "stop"), (9, "stopab", "stop"),
+        (10, "stopabstop", None),
+    ],
+)  # fmt: skip
+def test_a_stop_string_that_is_complete_before_min_tokens_is_text(min_tokens, text, reason):
+    params = SamplingParams(30, stop=("stop",), min_tokens=min_tokens)
+    output = OutputProcessor(params, FakeTokenizer(), frozenset())
+    shown, ended = "", None
+    for byte in b"stopabstop":
+        piece, ended, _ = output.add(3 + byte)
+        shown += piece
+        if ended is not None:
+            break
+    assert (shown, ended) == (text, reason)
+
+
+def test_a_stop_string_may_begin_before_min_tokens_are_out_and_end_after():
+    output = OutputProcessor(SamplingParams(30, stop=("abc",), min_tokens=2), FakeTokenizer(), frozenset())
+    pieces = [output.add(3 + byte) for byte in b"abc"]
+    assert "".join(piece for piece, _, _ in pieces) == ""
+    assert pieces[-1][1:] == ("stop", "abc")
