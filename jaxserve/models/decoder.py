@@ -18,7 +18,7 @@ from flax import nnx
 from jaxserve.models.config import ModelConfig
 from jaxserve.ops.backend import Backend
 from jaxserve.ops.norm import rms_norm
-from jaxserve.ops.paging import write_indices, write_kv
+from jaxserve.ops.paging import write_indices
 from jaxserve.ops.rope import apply_rope, rope_angles
 
 DType = Any  # what jnp.zeros takes: jnp.bfloat16, "float32"
@@ -106,7 +106,8 @@ class Attention(nnx.Module):
         angles = places.cos[table], places.sin[table]
         q, k = apply_rope(q, angles), apply_rope(k, angles)
         kv = KVCache(
-            write_kv(kv.keys, layer, k, places.write), write_kv(kv.values, layer, v, places.write)
+            backend.write_kv(kv.keys, layer, k, places.write),
+            backend.write_kv(kv.values, layer, v, places.write),
         )
         mixed = backend.attention(
             q, kv.keys, kv.values, layer, places.window_of_layer[layer],
@@ -126,8 +127,9 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, layer: jax.Array, backend: Backend) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x, backend, layer), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate) * up, backend, layer, out_dtype=jnp.float32)
+        gate, up = jnp.split(self.gate_up(x, backend, layer).astype(jnp.float32), 2, axis=-1)
+        mixed = (ACTIVATIONS[self.activation](gate) * up).astype(x.dtype)
+        return self.down(mixed, backend, layer, out_dtype=jnp.float32)
 
 
 class Layers(nnx.Module):

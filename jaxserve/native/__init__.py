@@ -11,12 +11,21 @@ import functools
 import jax
 
 from jaxserve.native.library import NativeUnavailable, load
-from jaxserve.native.ops import linear, linear_packed, pack, packable, packed_rows, paged_attention, zeros
+from jaxserve.native.ops import (
+    linear,
+    linear_packed,
+    pack,
+    packable,
+    packed_rows,
+    paged_attention,
+    write_rows,
+    zeros,
+)
 from jaxserve.native.selftest import WrongKernel, self_test
 
 __all__ = [
     "NativeUnavailable", "WrongKernel", "available", "linear", "linear_packed", "pack", "packable",
-    "packed_rows", "paged_attention", "self_test", "zeros",
+    "packed_rows", "paged_attention", "self_test", "write_rows", "zeros",
 ]  # fmt: skip
 
 

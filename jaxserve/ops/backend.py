@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxserve.errors import ConfigError
 from jaxserve.ops.attention.reference import paged_attention_xla
 from jaxserve.ops.linear import linear_xla
+from jaxserve.ops.paging import write_kv
 
 CHOICES = ("auto", "native", "xla")
 HEADS = ("embedding.weight", "lm_head.weight")  # matrices [V, H] that give logits, or may
@@ -36,6 +37,7 @@ class Backend:
     linear: Callable[..., jax.Array]  # linear_xla's signature
     # (parameter's name, weight) -> what `linear` reads in its place, perhaps of another shape and dtype
     prepare: Callable[[str, jax.Array], jax.Array] = _as_it_is
+    write_kv: Callable[..., jax.Array] = write_kv  # ops/paging.py's signature
     zeros: Callable[[Sequence[int], DTypeLike], jax.Array] = jnp.zeros  # (shape, dtype), for the KV pool
     rows: Callable[[jax.Array, jax.Array], jax.Array] = _rows  # of a prepared matrix [N, K], by number
     pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
@@ -80,6 +82,7 @@ def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NAT
         _native_attention if native_attention else paged_attention_xla,
         _native_linear if native_linear else linear_xla,
         prepare=_pack if native_linear else _as_it_is,
+        write_kv=_native_write_kv,
         zeros=native.zeros,
         rows=_native_rows if native_linear else _rows,
     )
@@ -115,6 +118,13 @@ def _native_rows(weight: jax.Array, numbers: jax.Array) -> jax.Array:
     from jaxserve import native
 
     return native.packed_rows(weight, numbers) if weight.dtype == jnp.int16 else weight[numbers]
+
+
+def _native_write_kv(pool: jax.Array, layer: jax.Array, new: jax.Array, indices: jax.Array) -> jax.Array:
+    from jaxserve import native
+
+    flat = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
+    return native.write_rows(pool, layer, flat, indices.reshape(-1))
 
 
 def _native_attention(

@@ -13,9 +13,10 @@
 constexpr int64_t kFixedGroup = 64;
 constexpr int kFixedX = 4095, kFixedW = 8191;
 static_assert(kFixedGroup * kFixedX * kFixedW < int64_t{1} << 31, "a group's sum must fit");
-constexpr int64_t kFixedScaleWords = 2;         // int16 words that a channel's scale takes
-constexpr int64_t kFixedPassBytes = 256 << 10;  // of x: stays in L2 while all of w goes by
-constexpr int64_t kFixedAhead = 4 << 10;        // bytes of w between what is computed and what is asked for
+constexpr int64_t kFixedScaleWords = 2;          // int16 words that a channel's scale takes
+constexpr int64_t kFixedPassBytes = 4 << 20;     // of x, taken at once: bounds the scratch memory
+constexpr int64_t kFixedChunkBytes = 256 << 10;  // of w: what a thread takes at a time, at most
+constexpr int64_t kFixedAhead = 4 << 10;         // bytes of w between what is computed and what is asked for
 
 struct ScaleTag {};
 
@@ -153,32 +154,35 @@ void linear_fixed(const LinearArgs& args, Pool& pool) {
     quantise_rows(args, top, m, xs, scales, pool);
 
     int64_t chunk = panels / (kChunksPerThread * pool.num_threads());
-    if (chunk > kPackedChunkBytes / (2 * panel)) chunk = kPackedChunkBytes / (2 * panel);
+    if (chunk > kFixedChunkBytes / (2 * panel)) chunk = kFixedChunkBytes / (2 * panel);
     if (chunk < 1) chunk = 1;
     pool.parallel_for((panels + chunk - 1) / chunk, [&args, w, k, panel, top, m, xs, scales, panels, chunk](int64_t i) {
-      float* sums = thread_scratch<SumTag>(m * kTileCols);
-      const int64_t end = (i + 1) * chunk < panels ? (i + 1) * chunk : panels;
-      for (int64_t p = i * chunk; p < end; ++p) {
-        const int16_t* const head = w + p * panel;
-        const int16_t* const body = head + kFixedScaleWords * kTileCols;
-        std::memset(sums, 0, m * kTileCols * sizeof(float));
-        for (int64_t start = 0; start < k; start += kFixedGroup) {
-          const int64_t length = k - start < kFixedGroup ? k - start : kFixedGroup;
-          const int16_t* const block = body + start * kTileCols;
+      float* const all_sums = thread_scratch<SumTag>(chunk * m * kTileCols);
+      const int64_t first = i * chunk, count = panels - first < chunk ? panels - first : chunk;
+      std::memset(all_sums, 0, count * m * kTileCols * sizeof(float));
+      // A group of all rows of x stays in L2 for all panels.
+      for (int64_t start = 0; start < k; start += kFixedGroup) {
+        const int64_t length = k - start < kFixedGroup ? k - start : kFixedGroup;
+        for (int64_t p = 0; p < count; ++p) {
+          const int16_t* const block = w + (first + p) * panel + (kFixedScaleWords + start) * kTileCols;
+          float* const sums = all_sums + p * m * kTileCols;
           for_each_row_tile(m, [&](int64_t row, int rows) {
             add_fixed(rows, xs + (m * start + row * length) / 2, block, length / 2,
                       scales + start / kFixedGroup * m + row, sums + row * kTileCols,
                       reinterpret_cast<const char*>(block) + kFixedAhead, row == 0 ? 64 : 0);
           });
         }
+      }
+      for (int64_t p = 0; p < count; ++p) {
+        float* const sums = all_sums + p * m * kTileCols;
         float factors[kTileCols];
-        std::memcpy(factors, head, sizeof factors);
+        std::memcpy(factors, w + (first + p) * panel, sizeof factors);
         const vf f0 = load(factors), f1 = load(factors + kLanes);
         for (int64_t r = 0; r < m; ++r) {
           float* sum = sums + r * kTileCols;
           store(sum, mul(load(sum), f0));
           store(sum + kLanes, mul(load(sum + kLanes), f1));
-          write_sums(args, top + r, p * kTileCols, kTileCols, sum);
+          write_sums(args, top + r, (first + p) * kTileCols, kTileCols, sum);
         }
       }
     });

@@ -134,6 +134,34 @@ ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyB
   return run_on(threads, [&](Pool& pool) { kernels().pack(args, pool); });
 }
 
+// new [M, K, D] to the positions `indices` [M] of layer `layer` of pool [L, slots, K, D], which out takes over. An
+// index outside of the layer is left out.
+ffi::Error write_rows(ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer fresh,
+                      ffi::Buffer<ffi::S32> indices, ffi::Result<ffi::AnyBuffer> out) {
+  const auto ps = pool.dimensions(), fs = fresh.dimensions();
+  if (ps.size() != 4 || fs.size() != 3 || fs[1] != ps[2] || fs[2] != ps[3] || !same(ps, out->dimensions()) ||
+      indices.element_count() != static_cast<size_t>(fs[0]) || layer.element_count() != 1 ||
+      fresh.element_type() != pool.element_type() || out->element_type() != pool.element_type()) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve write_rows: needs pool [L, slots, K, D], layer [], new [M, K, D] of the same dtype, indices [M]");
+  }
+  const int64_t index = layer.typed_data()[0], slots = ps[1];
+  if (index < 0 || index >= ps[0]) return ffi::Error::InvalidArgument("jaxserve write_rows: layer is out of range");
+  // The caller says that out is the pool; XLA copies first where the old pool is still needed.
+  if (out->untyped_data() != pool.untyped_data()) {
+    std::memcpy(out->untyped_data(), pool.untyped_data(), pool.size_bytes());
+  }
+  if (fs[0] == 0) return ffi::Error::Success();
+  const int64_t row = fresh.size_bytes() / fs[0];
+  char* const to = static_cast<char*>(out->untyped_data()) + index * slots * row;
+  const char* const from = static_cast<const char*>(fresh.untyped_data());
+  const int32_t* const at = indices.typed_data();
+  for (int64_t i = 0; i < fs[0]; ++i) {
+    if (at[i] >= 0 && at[i] < slots) std::memcpy(to + at[i] * row, from + i * row, row);
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error zeros(ffi::ThreadPool threads, ffi::Result<ffi::AnyBuffer> out) {
   constexpr int64_t kChunk = 8 << 20;
   const int64_t bytes = static_cast<int64_t>(out->size_bytes());
@@ -218,6 +246,14 @@ XLA_FFI_DEFINE_HANDLER(kLinearPacked, jaxserve::linear_packed,
 XLA_FFI_DEFINE_HANDLER(kPack, jaxserve::pack,
                        ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER(kWriteRows, jaxserve::write_rows,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::AnyBuffer>());
+
 XLA_FFI_DEFINE_HANDLER(kZeros, jaxserve::zeros, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
@@ -239,6 +275,7 @@ XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear(XLA_FFI_CallFrame* frame) { return kLinear(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear_packed(XLA_FFI_CallFrame* frame) { return kLinearPacked(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_pack(XLA_FFI_CallFrame* frame) { return kPack(frame); }
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_write_rows(XLA_FFI_CallFrame* frame) { return kWriteRows(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_zeros(XLA_FFI_CallFrame* frame) { return kZeros(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_paged_attention(XLA_FFI_CallFrame* frame) { return kPagedAttention(frame); }
 // The version of the FFI headers that this library was built with.
