@@ -67,6 +67,12 @@ def parse_responses(body: object, model: ServedModel, arrival_s: float) -> Asked
     if fields.text is not None and fields.text.format is not None:
         form = fields.text.format
         chat["response_format"] = {"type": form.type}
+        if form.type == "json_schema" and form.schema_ is None:
+            raise RequestError(
+                "'text.format.schema' is required with the type \"json_schema\".",
+                param="text.format.schema",
+                code="missing_required_parameter",
+            )
         if form.type == "json_schema":
             chat["response_format"]["json_schema"] = form.model_dump(
                 exclude={"type"}, exclude_none=True, by_alias=True
