@@ -234,15 +234,16 @@ class Scheduler:
             assert len(result.token_ids) == len(step.rows) * step.iterations, (
                 f"{len(result.token_ids)} ids for {len(step.rows)} rows of a {step.kind} step"
             )
+            tells_logprobs, is_loop = bool(result.logprobs), step.iterations > 1
             batches = batched(result.token_ids, step.iterations)
             for n, (row, ids, seq) in enumerate(zip(step.rows, batches, owners)):
                 if row.targets:
                     seq.prompt_logprobs.extend(result.prompt_logprobs[n])
                 if not row.sample:
                     continue
-                if result.logprobs:
+                if tells_logprobs:
                     seq.last_logprobs = result.logprobs[n]
-                for token_id in ids[: row.query_len]:
+                for token_id in ids[: row.query_len] if is_loop else ids:
                     if seq.state is SequenceState.FINISHED:
                         break
                     seq.num_read_outputs += 1

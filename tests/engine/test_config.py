@@ -77,6 +77,8 @@ def test_one_slot_still_decodes_in_two_rows():
     [
         ({"page_size": 0}, "page_size=0 must be a whole number of at least 1"),
         ({"page_size": 16.0}, "page_size=16.0 must be a whole number"),
+        ({"decode_steps": 0}, "decode_steps=0 must be a whole number of at least 1"),
+        ({"decode_steps": 2, "deterministic": True}, "decode_steps=2 contradicts deterministic"),
         ({"max_num_seqs": True}, "max_num_seqs=True must be a whole number"),
         ({"max_num_queued": -1}, "max_num_queued=-1 must be a whole number of at least 0"),
         ({"num_pages": 4}, "num_pages=4 can't hold one sequence of max_model_len=64.* takes 5 pages"),

@@ -139,7 +139,7 @@ def take_the_pages_of_one_step(monkeypatch):
         step = decode_steps(self)
         if step is None:
             return None
-        return replace(step, rows=tuple(replace(row, new_pages=row.new_pages[:1]) for row in step.rows))
+        return replace(step, rows=tuple(row._replace(new_pages=row.new_pages[:1]) for row in step.rows))
 
     monkeypatch.setattr(Scheduler, "_decode_steps", meagre)
 

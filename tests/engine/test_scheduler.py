@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.engine.config import EngineConfig
@@ -104,3 +106,73 @@ def test_a_runner_that_answers_for_too_few_rows_is_caught():
     launch(scheduler)
     with pytest.raises(AssertionError, match="0 ids for 1 rows of a prefill step"):
         list(scheduler.apply((StepResult(()),), now=2.0))
+
+
+def decoding(num_seqs: int = 2, max_tokens: int = 20, **changes) -> Scheduler:
+    """A scheduler whose sequences all decode, with three steps a launch."""
+    scheduler = Scheduler(replace(CONFIG, decode_steps=3, **changes))
+    for number in range(num_seqs):
+        scheduler.add(request(str(number), 4, max_tokens))
+    assert launch(scheduler).kind == "prefill"
+    return scheduler
+
+
+def test_a_launch_of_several_steps_takes_the_pages_of_all_of_them():
+    scheduler = decoding()
+    first, second = launch(scheduler), launch(scheduler)
+    assert [(step.batch, step.queries, step.iterations) for step in (first, second)] == [(2, 1, 3)] * 2
+    assert [(row.start, row.query_len, len(row.new_pages)) for row in first.rows] == [(4, 3, 1)] * 2
+    assert [(row.start, row.query_len, len(row.new_pages)) for row in second.rows] == [(7, 3, 1)] * 2
+
+
+def test_a_row_of_several_steps_ends_at_its_length():
+    scheduler = decoding(max_tokens=6)
+    steps = [launch(scheduler) for _ in range(2)]
+    assert [row.query_len for step in steps for row in step.rows] == [3, 3, 2, 2]
+    assert not scheduler.has_work
+
+
+def test_several_steps_share_a_launch_only_when_nobody_waits_and_nobody_prefills():
+    scheduler = decoding(num_seqs=1)
+    assert launch(scheduler).iterations == 3
+    scheduler.add(request("new", 16, 9))  # finds its first page
+    steps = [launch(scheduler) for _ in range(4)]
+    assert [(step.kind, step.iterations) for step in steps] == [
+        ("prefill", 1), ("decode", 1), ("prefill", 1), ("decode", 3),
+    ]  # fmt: skip
+    for name in ("waits", "waits too"):
+        scheduler.add(request(name, 4, 9))
+    assert launch(scheduler).iterations == 1
+
+
+def test_without_pages_for_several_steps_there_is_one():
+    scheduler = decoding(num_seqs=1)
+    assert launch(scheduler).iterations == 3
+    pool = scheduler._kv.pool
+    room = pool.take(pool.num_free)  # the page at hand has room for one more token
+    scheduler.admit(now=1.0)
+    assert scheduler.schedule().steps[0].iterations == 1
+    pool.free(room)
+    assert launch(scheduler).iterations == 3
+
+
+def test_rows_whose_logits_are_wanted_on_the_way_go_step_by_step():
+    for wish in ({"logprobs": 0}, {"presence_penalty": 0.5}, {"min_tokens": 9}):
+        scheduler = decoding(num_seqs=1)
+        scheduler.add(Request("other", (7,) * 4, SamplingParams(20, **wish), arrival_s=0.0))
+        steps = [launch(scheduler) for _ in range(5)]
+        assert [step.iterations for step in steps if len(step.rows) == 2] == [1] * 3
+
+
+def test_what_a_launch_sampled_behind_the_end_of_its_sequence_is_dropped():
+    scheduler = decoding(num_seqs=1)
+    launch(scheduler)
+    (seq, first), = scheduler.apply((StepResult((7,)),), now=2.0)
+    taken = []
+    for owner, token_id in scheduler.apply((StepResult((8, 9, 10)),), now=3.0):
+        taken.append(token_id)
+        if token_id == 9:
+            scheduler.finish(owner)
+    assert (first, taken, seq.output_ids) == (7, [8, 9], [7, 8, 9])
+    scheduler.check()
+    assert scheduler.num_pages_used == 0

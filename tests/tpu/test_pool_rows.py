@@ -59,7 +59,7 @@ def logits_of(config: ModelConfig, backend: Backend) -> list[np.ndarray]:
             for slot in range(2)
         )  # fmt: skip
         packed = pack(Step("prefill", 2, 8, rows), CONFIG)
-        kv, state, logits, _ = forward["prefill"](leaves, kv, state, packed)
+        kv, state, logits, *_ = forward["prefill"](leaves, kv, state, packed)
         out.append(np.asarray(logits))
     for start in (11, 12, 13):
         rows = tuple(
@@ -68,7 +68,7 @@ def logits_of(config: ModelConfig, backend: Backend) -> list[np.ndarray]:
             for slot in range(2)
         )  # fmt: skip
         packed = pack(Step("decode", 2, 1, rows), CONFIG)
-        kv, state, logits, _ = forward["decode"](leaves, kv, state, packed)
+        kv, state, logits, *_ = forward["decode"](leaves, kv, state, packed)
         out.append(np.asarray(logits))
     return out
 
