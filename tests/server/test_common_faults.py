@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 
 from jaxserve.server.lifecycle import ServerOptions
+from jaxserve.server.schema import ChatBody, CompletionBody
 from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.tokenizer.load import from_gguf
 from jaxserve.types import TokenLogprobs
 from tests.fakes import BOS, FakeModel, FakeTokenizer
 from tests.server.running import CONFIG, RunningServer, raw_post, text_prompt
+from tests.server.scripted import scripted
 from tests.tokenizer.test_sentencepiece import gguf_of, train
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 BOTH: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, {"prompt": "hello"}), (CHAT, {"messages": MESSAGES})]
 N = CONFIG.max_model_len
+VOCAB = FakeTokenizer().vocab_size
 
 both = pytest.mark.parametrize(("path", "prompt"), BOTH)
 
@@ -87,6 +90,24 @@ def test_03_the_leading_space_of_a_sentencepiece_token_survives_every_chunk_bord
         assert choice["text"] == expected
         assert expected.startswith(" ")
         assert streamed_text(server, COMPLETIONS, body)[0] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_04_a_tool_call_that_is_cut_off_says_length(stream):
+    call = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    template = ChatTemplate("<turn>assistant\n{# <tool_call> #}{{ tools | length }}<turn>assistant\n",
+                            bos_token="<bos>", eos_token="<eos>")  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    body = {"messages": MESSAGES, "tools": tools, "temperature": 0}
+    with RunningServer(fake_model=scripted(call), chat_template=template) as server:
+        for max_tokens, reason in ((20, "length"), (len(call) - 16, "length"), (200, "tool_calls")):
+            if stream:
+                events = server.stream(CHAT, {**body, "max_tokens": max_tokens})
+                *_, told = [event["choices"][0]["finish_reason"] for event in events[:-1]]
+            else:
+                _, answer = server.post(CHAT, {**body, "max_tokens": max_tokens})
+                told = answer["choices"][0]["finish_reason"]
+            assert told == reason
 
 
 def test_05_usage_counts_the_tokens_of_all_choices_and_each_prompt_once(server):
@@ -270,6 +291,23 @@ def test_17_a_temperature_that_is_no_temperature_is_a_400_and_the_engine_lives(s
     assert_still_serves(server)
 
 
+@pytest.mark.parametrize("wrong", [VOCAB, 10**6, -1])
+@both
+def test_18_an_id_outside_of_the_vocabulary_is_a_400_that_names_it(server, path, prompt, wrong):
+    for name, value in (
+        ("logit_bias", {str(wrong): 5}),
+        ("stop_token_ids", [5, wrong]),
+        ("allowed_token_ids", [5, wrong]),
+    ):
+        status, answer = server.post(path, {**prompt, "max_tokens": 2, name: value})
+        error = answer["error"]
+        assert (status, error["param"].partition("[")[0]) == (400, name)
+        assert str(wrong) in error["message"]
+    if path == COMPLETIONS:
+        assert server.post(path, {"prompt": [5, wrong]})[1]["error"]["param"] == "prompt"
+    assert_still_serves(server)
+
+
 class Certain(FakeModel):
     """Some tokens are impossible in its eyes, and a figure may be no number at all."""
 
@@ -309,6 +347,36 @@ def test_20_a_stream_has_no_usage_chunk_unless_asked(server, path, prompt):
     )
     assert all(event["usage"] is None for event in events)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
+
+
+@both
+def test_21_null_for_an_optional_field_is_its_default(server, path, prompt):
+    model = CompletionBody if path == COMPLETIONS else ChatBody
+    optional = [field.alias or name for name, field in model.model_fields.items() if not field.is_required()]
+    assert len(optional) > 30
+    body = {**prompt, "max_tokens": 5, "seed": 1}
+    status, answer = server.post(path, {**dict.fromkeys(optional), **body})
+    assert status == 200
+    assert answer["choices"] == server.post(path, body)[1]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+         "response_format"),
+        ({"structured_outputs": {"json": {"$ref": "#/nowhere"}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(unclosed"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
+    ],
+)  # fmt: skip
+@both
+def test_22_an_invalid_schema_or_regex_is_a_400_and_the_engine_lives(server, path, prompt, fields, param):
+    status, answer = server.post(path, {**prompt, **fields, "max_tokens": 5})
+    assert status == 400
+    assert answer["error"]["param"].startswith(param)
+    assert len(answer["error"]["message"]) > 30
+    assert_still_serves(server)
 
 
 @pytest.mark.parametrize("value", ["", [""], ["a", ""]])
