@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 # The suite runs on the CPU wherever it is started; a test of another device asks for it by itself.
@@ -16,12 +17,19 @@ settings.register_profile("jaxserve", deadline=None)
 settings.load_profile("jaxserve")
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
+LONGEST = ("test_golden.py", "test_compiled_steps.py")  # begun first where several processes share the suite
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def _pulled(name: str) -> Path:
     from jaxserve.weights.pull import pull
 
-    return pull(name, CHECKPOINTS)
+    CHECKPOINTS.mkdir(exist_ok=True)
+    with FileLock(CHECKPOINTS / ".pull.lock"):  # one process fetches, the others find it there
+        return pull(name, CHECKPOINTS)
 
 
 @pytest.fixture(scope="session")

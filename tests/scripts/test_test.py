@@ -19,7 +19,7 @@ def test_it_installs_the_test_extra_and_runs_every_check(sandbox):
     assert calls[3:] == [
         "ruff check JAX_PLATFORMS=cpu CI=",
         "mypy JAX_PLATFORMS=cpu CI=",
-        "pytest JAX_PLATFORMS=cpu CI=",
+        "pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder JAX_PLATFORMS=cpu CI=",
     ]
 
 
