@@ -41,20 +41,20 @@ def block_rows(num_rows: int, vocab_size: int) -> int:
 
 
 def score_rows(
-    hidden: jax.Array,  # [T, H]
-    rows: jax.Array,  # [N] which of the T; -1 from the first row on that is not wanted
+    hidden: jax.Array,  # [N, H]
     targets: jax.Array,  # [N]
+    num_wanted: jax.Array,  # [] of the N, the first ones
     head: Callable[[jax.Array], jax.Array],  # [R, H] -> float32 logits [R, V]
     *,
     vocab_size: int,
     num_top: int,
 ) -> Scores:
-    """Scores of `targets` after `hidden[rows]`, N of them; what is past the wanted ones means nothing.
+    """Scores of `targets` after `hidden`, N of them; what is past the wanted ones means nothing.
 
     Works on blocks of R = `block_rows(N, vocab_size)` rows, so of logits there are never more than [R, V],
-    and stops at the last wanted row: cost follows their number. R divides N.
+    and stops behind the last wanted row: cost follows their number. R divides N.
     """
-    N, R = len(rows), block_rows(len(rows), vocab_size)
+    N, R = len(targets), block_rows(len(targets), vocab_size)
     assert N % R == 0, f"{N} rows are no multiple of a block of {R}"
     empty = Scores(
         jnp.zeros((N,), jnp.float32), jnp.zeros((N,), jnp.int32),
@@ -63,11 +63,9 @@ def score_rows(
 
     def one_block(i: jax.Array, scores: Scores) -> Scores:
         part = lambda array: jax.lax.dynamic_slice_in_dim(array, i * R, R)
-        logits = head(hidden[jnp.maximum(part(rows), 0)])
-        found = score(logits, part(targets), num_top=num_top)
+        found = score(head(part(hidden)), part(targets), num_top=num_top)
         return jax.tree.map(
             lambda all, new: jax.lax.dynamic_update_slice_in_dim(all, new, i * R, axis=0), scores, found
         )
 
-    num_blocks = (jnp.sum(rows >= 0) + R - 1) // R
-    return jax.lax.fori_loop(0, num_blocks, one_block, empty)
+    return jax.lax.fori_loop(0, (num_wanted + R - 1) // R, one_block, empty)

@@ -68,7 +68,7 @@ class RowCheck:
             mixed, _ = self._decode(order)
             self._compare("a decode step with other rows", mixed[[order.index(rows[0])]], alone[0])
         self._compare_samplers(together, device_rows, len(slots))
-        self._compare_scores(queries)
+        self._compare_scores()
 
     def _prefill(self, slot: int, tokens: tuple[int, ...], pages: tuple[int, ...]) -> None:
         row = Row(slot, 0, len(tokens), tokens, 0, pages, False, SamplingParams(1, seed=1))
@@ -92,12 +92,11 @@ class RowCheck:
         figures = np.asarray(self._steps["logprobs", batch, 1](logits, np.zeros(batch, np.int32)))
         self._compare("another row of log-probabilities", figures[:num_rows], figures[0])
 
-    def _compare_scores(self, queries: int) -> None:
+    def _compare_scores(self) -> None:
         hidden = self._rng.standard_normal(self._model.hidden_size, np.float32)
-        wanted = np.zeros((2, num_scored(queries, self._model.vocab_size)), np.int32)
-        wanted[0] = np.minimum(np.arange(wanted.shape[1]), queries - 1)
-        same = np.broadcast_to(hidden, (queries, len(hidden))).copy()
-        figures = np.asarray(self._steps["score", queries, 1](self._leaves, same, wanted))
+        wanted = np.zeros((2, num_scored(self._config, self._model.vocab_size)), np.int32)
+        same = np.broadcast_to(hidden, (wanted.shape[1], len(hidden))).copy()
+        figures = np.asarray(self._steps["score", 1, 1](self._leaves, same, wanted))
         self._compare("another row of prompt log-probabilities", figures, figures[0])
 
     def _compare(self, where: str, found: np.ndarray, wanted: np.ndarray) -> None:

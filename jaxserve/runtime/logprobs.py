@@ -1,9 +1,10 @@
-"""Log-probabilities on their way from the device: two small programs, and what the host makes of it.
+"""Log-probabilities on their way from the device: three small programs, and what the host makes of it.
 
-Both are launched only in steps where a row asks for them, behind the forward pass, so a batch that asks for
-none pays nothing. *logprobs* scores the tokens that a step sampled, on the logits they were sampled from.
-*score* scores prompt tokens, on the hidden states of a prefill step, without ever holding the logits of all
-of them. Each gives one packed int32 array [N, 2 + 2K]:
+They are launched only in steps where a row asks for them, behind the forward pass, so a batch that asks for
+none pays nothing. *logprobs* scores the tokens that a step sampled, on the logits of its forward pass.
+*score* scores prompt tokens, on hidden states of a prefill step, without ever holding the logits of all of
+them. It is one program for all steps, as it takes a second to compile; *gather*, one for each size of a
+prefill step, brings the hidden states into its form. The first two give one packed int32 array [N, 2 + 2K]:
 
     | log-probability | rank | K likeliest ids | their K log-probabilities |     floats by their bits
 """
@@ -42,7 +43,9 @@ def make_logprobs(config: EngineConfig) -> Callable[[jax.Array, jax.Array], jax.
 def make_scorer(
     model: Decoder, config: EngineConfig, backend: Backend
 ) -> Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array]:
-    """scorer(leaves, hidden [T, H], wanted [2, N]) -> packed [N, 2 + 2K]; `wanted` is by `pack_targets`.
+    """scorer(leaves, hidden [N, H], wanted [2, N]) -> packed [N, 2 + 2K].
+
+    `hidden` is by `gather`, and `wanted` by `pack_targets`.
 
     Takes memory for `block_rows` rows of logits, for each of them 4 V bytes some three times over.
     """
@@ -54,7 +57,7 @@ def make_scorer(
         vocab_size = decoder.config.vocab_size
         return _packed(
             score_rows(
-                hidden, wanted[0], wanted[1], lambda x: decoder.logits(x, backend),
+                hidden, wanted[1], jnp.sum(wanted[0] >= 0), lambda x: decoder.logits(x, backend),
                 vocab_size=vocab_size, num_top=num_top(config, vocab_size),
             )
         )  # fmt: skip
@@ -62,13 +65,19 @@ def make_scorer(
     return scorer
 
 
-def num_scored(num_tokens: int, vocab_size: int) -> int:
-    """N of the program for a step of `num_tokens`, B * Q: as many, rounded up to whole blocks."""
+def gather(hidden: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The rows [N, H] of a step's `hidden` [B * Q, H] that `wanted` names."""
+    return hidden[jnp.maximum(wanted[0], 0)]
+
+
+def num_scored(config: EngineConfig, vocab_size: int) -> int:
+    """N: the most tokens of a prefill step, rounded up to whole blocks."""
+    num_tokens = max(batch * queries for batch, queries in config.prefill_buckets)
     block = block_rows(num_tokens, vocab_size)
     return -(-num_tokens // block) * block
 
 
-def pack_targets(step: Step, vocab_size: int) -> np.ndarray | None:
+def pack_targets(step: Step, config: EngineConfig, vocab_size: int) -> np.ndarray | None:
     """[2, N]: where in the step's hidden states [B * Q, H] a prompt token is scored, and which.
 
     Rows of the step come one after the other, each with its targets in order; -1 ends them. None when no
@@ -77,7 +86,7 @@ def pack_targets(step: Step, vocab_size: int) -> np.ndarray | None:
     total = sum(len(row.targets) for row in step.rows)
     if not total:
         return None
-    wanted = np.full((2, num_scored(step.batch * step.queries, vocab_size)), -1, np.int32)
+    wanted = np.full((2, num_scored(config, vocab_size)), -1, np.int32)
     wanted[1] = 0
     at = 0
     for index, row in enumerate(step.rows):

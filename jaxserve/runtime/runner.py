@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 SAMPLERS = ("greedy", "random")
 # ("prefill" | "decode", B, Q); ("greedy" | "random" | "logprobs" | "shape" | "count", B, 1); ("admit", 1, 1);
-# ("score", T, 1) for T = B * Q; ("loop_greedy" | "loop_random", B, decode_steps)
+# ("score", 1, 1); ("gather", T, 1) for T = B * Q; ("loop_greedy" | "loop_random", B, decode_steps)
 Key = tuple[str, int, int]
 
 
@@ -127,6 +127,11 @@ class ModelRunner:
             self._state, ids = self._steps[kind, batch, 1](self._state, logits, rows)
         self._shaping = self._steps["count", batch, 1](self._shaping, rows, ids)
         jax.block_until_ready(self._steps["logprobs", batch, 1](logits, ids))
+        num_tokens = min(count for kind, count, _ in self._steps if kind == "gather")
+        nothing = np.full((2, scoring.num_scored(self.config, self.model.vocab_size)), -1, np.int32)
+        hidden = np.zeros((num_tokens, self.model.hidden_size), np.float32)
+        states = self._steps["gather", num_tokens, 1](hidden, nothing)
+        jax.block_until_ready(self._steps["score", 1, 1](self._leaves, states, nothing))
         if (iterations := self.config.decode_steps) > 1:
             for sampler in SAMPLERS:
                 ids = self._loop(Step("decode", batch, 1, (), iterations), sampler)
@@ -201,10 +206,11 @@ class ModelRunner:
         return self._steps["shape", step.batch, 1](self._shaping, logits, rows, flags, mask)
 
     def _score(self, step: Step, hidden: jax.Array) -> jax.Array | None:
-        wanted = scoring.pack_targets(step, self.model.vocab_size)
+        wanted = scoring.pack_targets(step, self.config, self.model.vocab_size)
         if wanted is None:
             return None
-        scores = self._steps["score", step.batch * step.queries, 1](self._leaves, hidden, wanted)
+        states = self._steps["gather", step.batch * step.queries, 1](hidden, wanted)
+        scores = self._steps["score", 1, 1](self._leaves, states, wanted)
         scores.copy_to_host_async()
         return scores
 
@@ -243,7 +249,8 @@ def shapes(config: EngineConfig) -> list[Key]:
         *(loops if config.decode_steps > 1 else ()),
         *(("random", batch, 1) for batch in batches),
         *sorted(prefill + decode, key=lambda key: -key[1] * key[2]),
-        *(("score", count, 1) for count in num_tokens),
+        ("score", 1, 1),
+        *(("gather", count, 1) for count in num_tokens),
         *((kind, batch, 1) for kind in ("logprobs", "shape", "greedy", "count") for batch in batches),
         ("admit", 1, 1),
     ]
@@ -321,6 +328,7 @@ def compile_steps(
         "count": jax.jit(shaping.make_count(config), donate_argnums=0),
         "logprobs": jax.jit(scoring.make_logprobs(config)),
         "score": jax.jit(scoring.make_scorer(decoder, config, backend)),
+        "gather": jax.jit(scoring.gather),
     }
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -331,9 +339,12 @@ def compile_steps(
         kind, batch, _ = key
         if kind in forward or kind in loops:
             return abstract, kv, state, jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
-        if kind == "score":
-            wanted = jax.ShapeDtypeStruct((2, scoring.num_scored(batch, vocab_size)), jnp.int32)
-            return abstract, jax.ShapeDtypeStruct((batch, hidden_size), jnp.float32), wanted
+        if kind in ("score", "gather"):
+            num_scored = scoring.num_scored(config, vocab_size)
+            wanted = jax.ShapeDtypeStruct((2, num_scored), jnp.int32)
+            rows = num_scored if kind == "score" else batch
+            hidden = jax.ShapeDtypeStruct((rows, hidden_size), jnp.float32)
+            return (abstract, hidden, wanted) if kind == "score" else (hidden, wanted)
         if kind == "admit":
             return slots_shaping, jax.ShapeDtypeStruct((), jnp.int32), shaping.slot_shapes(vocab_size)
         logits, ids = (

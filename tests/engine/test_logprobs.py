@@ -91,7 +91,7 @@ def check(events: list[Event], prompt: tuple[int, ...], params: SamplingParams) 
         assert told == [(None, *scores)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(workloads())
 def test_every_token_gets_its_own_log_probabilities_once(workload):
     config, jobs = workload

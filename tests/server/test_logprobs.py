@@ -92,7 +92,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(bodies(), st.sampled_from([None, 6]), st.integers(1, 4))
 def test_every_token_of_a_completion_has_its_entry_whole_and_streamed(body, eos_every, at_once):
     model = FakeModel(ids=IDS, eos_every=eos_every)
@@ -137,7 +137,7 @@ def test_every_token_of_a_completion_has_its_entry_whole_and_streamed(body, eos_
             assert all(begin <= offset < end for offset in here)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 5), st.integers(0, 9), st.sampled_from([[], ["ab"], ["éa"]]))
 def test_every_token_of_a_chat_answer_has_its_entry_whole_and_streamed(top, seed, stop):
     model = FakeModel(ids=IDS, eos_every=8)
