@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from jaxserve.types import EngineStats, Event, FinishReason, Request
@@ -171,8 +170,7 @@ def _joined(backlog: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
 def _join(events: list[Event]) -> Event:
     if len(events) == 1:
         return events[0]
-    return replace(
-        events[-1],
+    return events[-1]._replace(
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         text="".join([event.text for event in events]),
         logprobs=tuple(one for event in events for one in event.logprobs),
