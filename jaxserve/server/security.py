@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -12,13 +13,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError, UnavailableError
 from jaxserve.server.errors import (
     Handler,
     TooManyRequests,
     Unauthorized,
     error_response,
 )
+from jaxserve.server.state import STATE
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +132,25 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         key = check_key(request)
     except Unauthorized as error:
         logger.info("%s %r from %s has no valid key", request.method, request.path, request.remote)
+        _count(request, error)
         return error_response(error)
     if key is None or request.method != "POST":
         return await handler(request)
     keys = request.app[KEYS]
-    keys.enter(key)
+    try:
+        keys.enter(key)
+    except TooManyRequests as error:
+        _count(request, error)
+        raise
     try:
         return await handler(request)
     finally:
         keys.leave(key)
+
+
+def _count(request: web.Request, error: RequestError) -> None:
+    with contextlib.suppress(UnavailableError):  # there are no metrics before the model is there
+        request.app[STATE].loaded().metrics.reject(error.code)
 
 
 def _is_preflight(request: web.Request) -> bool:

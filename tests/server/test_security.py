@@ -142,6 +142,26 @@ def test_a_key_may_have_so_many_requests_under_way_and_no_more(locked):
     assert locked.request("POST", "/v1/completions", BODY, BEARER)[0] == 200
 
 
+def test_what_is_refused_for_its_key_is_counted_by_its_reason():
+    options = ServerOptions(port=0, api_keys=(KEY,), max_requests_per_key=1)
+    with RunningServer(options=options) as running:
+        running.request("POST", "/v1/completions", BODY)
+        running.runner.hold()
+        with running.connect() as connection:
+            connection.sendall(
+                raw_post("/v1/completions", BODY, headers=f"Authorization: Bearer {KEY}\r\n")
+            )
+            running.wait(lambda: running.server.num_open == 1)
+            assert running.request("POST", "/v1/completions", BODY, BEARER)[0] == 429
+        _, _, raw = running.request("GET", "/metrics")
+        for reason in ("invalid_api_key", "too_many_requests"):
+            [line] = [
+                line for line in raw.decode().splitlines()
+                if line.startswith("jaxserve:admission_rejections_total{") and f'reason="{reason}"' in line
+            ]
+            assert line.endswith(" 1.0")
+
+
 def test_a_client_that_leaves_gives_its_place_back(locked):
     locked.runner.hold()
     slow = raw_post("/v1/completions", BODY, headers=f"Authorization: Bearer {KEY}\r\n")
