@@ -22,7 +22,6 @@ from jaxserve.ops.paging import write_indices
 from jaxserve.ops.rope import apply_rope, rope_angles
 
 DType = Any  # what jnp.zeros takes: jnp.bfloat16, "float32"
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 NO_WINDOW = 1 << 30  # a window no context reaches: one integer serves layers with and without
 
 
@@ -127,8 +126,7 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, layer: jax.Array, backend: Backend) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x, backend, layer).astype(jnp.float32), 2, axis=-1)
-        mixed = (ACTIVATIONS[self.activation](gate) * up).astype(x.dtype)
+        mixed = backend.gate(self.gate_up(x, backend, layer), self.activation)
         return self.down(mixed, backend, layer, out_dtype=jnp.float32)
 
 

@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.native.library import NativeUnavailable, load
 from jaxserve.native.ops import (
+    gate,
     linear,
     linear_packed,
     pack,
@@ -24,7 +25,7 @@ from jaxserve.native.ops import (
 from jaxserve.native.selftest import WrongKernel, self_test
 
 __all__ = [
-    "NativeUnavailable", "WrongKernel", "available", "linear", "linear_packed", "pack", "packable",
+    "NativeUnavailable", "WrongKernel", "available", "gate", "linear", "linear_packed", "pack", "packable",
     "packed_rows", "paged_attention", "self_test", "write_rows", "zeros",
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ import jax
 from jax import ffi
 
 PATH = Path(__file__).parent / "_kernels.so"
+GATE = "jaxserve_gate"
 LINEAR = "jaxserve_linear"
 LINEAR_PACKED = "jaxserve_linear_packed"
 PACK = "jaxserve_pack"
@@ -70,7 +71,7 @@ def load() -> Library:
         jax.local_devices(backend="cpu")
     except RuntimeError as error:
         raise NativeUnavailable(f"JAX has no CPU backend: {error}") from error
-    for name in (LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, WRITE_ROWS, ZEROS):
+    for name in (GATE, LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, WRITE_ROWS, ZEROS):
         try:
             ffi.register_ffi_target(name, ffi.pycapsule(getattr(dll, name)), platform="cpu")
         except Exception as error:  # jaxlib's own error types differ between versions

@@ -13,9 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxserve.native.library import LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, WRITE_ROWS, ZEROS, load
+from jaxserve.native.library import (
+    GATE,
+    LINEAR,
+    LINEAR_PACKED,
+    PACK,
+    PAGED_ATTENTION,
+    WRITE_ROWS,
+    ZEROS,
+    load,
+)
 
 DTYPES = (jnp.bfloat16, jnp.float32)
+ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of csrc/types.h
 SCALE_WORDS = 2  # int16 that the scale of a packed bfloat16 channel takes
 PACKED_MULTIPLE = 16  # of N and K: what every instruction set's packed order can hold
 
@@ -86,6 +96,23 @@ def packable(shape: Sequence[int], dtype: DTypeLike) -> bool:
     """Whether `pack` takes an array like this: matrices of all layers, [L, N, K], N and K multiples of 16."""
     multiples = len(shape) == 3 and shape[1] % PACKED_MULTIPLE == 0 and shape[2] % PACKED_MULTIPLE == 0
     return multiples and jnp.dtype(dtype) in DTYPES
+
+
+def gate(x: jax.Array, activation: str) -> jax.Array:
+    """f(x[..., :I]) * x[..., I:] of `x` [..., 2 I], computed in float32; the result has x's dtype.
+
+    f is "silu" or "gelu_tanh". Raises ValueError for another or an odd width.
+    """
+    load()
+    if activation not in ACTIVATIONS or x.shape[-1] % 2 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"gate: activation {activation!r} must be one of {', '.join(ACTIVATIONS)}, x {x.dtype}"
+            f"{list(x.shape)} bfloat16 or float32 of even width"
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    out = jax.ShapeDtypeStruct((rows.shape[0], rows.shape[1] // 2), x.dtype)
+    y = jax.ffi.ffi_call(GATE, out)(rows, activation=np.int32(ACTIVATIONS.index(activation)))
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def write_rows(

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.attention.reference import paged_attention_xla
+from jaxserve.ops.gate import gate_xla
 from jaxserve.ops.linear import linear_xla
 from jaxserve.ops.paging import write_kv
 
@@ -37,6 +38,7 @@ class Backend:
     linear: Callable[..., jax.Array]  # linear_xla's signature
     # (parameter's name, weight) -> what `linear` reads in its place, perhaps of another shape and dtype
     prepare: Callable[[str, jax.Array], jax.Array] = _as_it_is
+    gate: Callable[[jax.Array, str], jax.Array] = gate_xla
     write_kv: Callable[..., jax.Array] = write_kv  # ops/paging.py's signature
     zeros: Callable[[Sequence[int], DTypeLike], jax.Array] = jnp.zeros  # (shape, dtype), for the KV pool
     rows: Callable[[jax.Array, jax.Array], jax.Array] = _rows  # of a prepared matrix [N, K], by number
@@ -82,6 +84,7 @@ def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NAT
         _native_attention if native_attention else paged_attention_xla,
         _native_linear if native_linear else linear_xla,
         prepare=_pack if native_linear else _as_it_is,
+        gate=native.gate,
         write_kv=_native_write_kv,
         zeros=native.zeros,
         rows=_native_rows if native_linear else _rows,

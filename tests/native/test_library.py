@@ -85,7 +85,7 @@ def test_a_library_that_jaxlib_refuses_is_unavailable(built, fresh):
     fresh.setattr(library.ffi, "register_ffi_target", refuse)
     assert native.available() == (
         False,
-        "jaxlib refuses jaxserve_linear of _kernels.so: version mismatch",
+        "jaxlib refuses jaxserve_gate of _kernels.so: version mismatch",
     )
 
 

@@ -134,6 +134,25 @@ ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyB
   return run_on(threads, [&](Pool& pool) { kernels().pack(args, pool); });
 }
 
+ffi::Error gate(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int32_t activation) {
+  const auto xs = x.dimensions(), outs = out->dimensions();
+  if (xs.size() != 2 || outs.size() != 2 || xs[0] != outs[0] || xs[1] != 2 * outs[1]) {
+    return ffi::Error::InvalidArgument("jaxserve gate: shapes must be x [M, 2 I] and out [M, I]");
+  }
+  if (!is_float(x.element_type()) || out->element_type() != x.element_type()) {
+    return ffi::Error::InvalidArgument("jaxserve gate: dtypes must be float32 or bfloat16, and equal");
+  }
+  if (activation != 0 && activation != 1) return ffi::Error::InvalidArgument("jaxserve gate: unknown activation");
+  GateArgs args;
+  args.m = outs[0];
+  args.width = outs[1];
+  args.activation = activation == 0 ? Activation::kSilu : Activation::kGeluTanh;
+  args.dtype = dtype_of(x.element_type());
+  args.x = x.untyped_data();
+  args.out = out->untyped_data();
+  return run_on(threads, [&](Pool& pool) { kernels().gate(args, pool); });
+}
+
 // new [M, K, D] to the positions `indices` [M] of layer `layer` of pool [L, slots, K, D], which out takes over. An
 // index outside of the layer is left out.
 ffi::Error write_rows(ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer fresh,
@@ -246,6 +265,13 @@ XLA_FFI_DEFINE_HANDLER(kLinearPacked, jaxserve::linear_packed,
 XLA_FFI_DEFINE_HANDLER(kPack, jaxserve::pack,
                        ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER(kGate, jaxserve::gate,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int32_t>("activation"));
+
 XLA_FFI_DEFINE_HANDLER(kWriteRows, jaxserve::write_rows,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
@@ -275,6 +301,7 @@ XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear(XLA_FFI_CallFrame* frame) { return kLinear(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear_packed(XLA_FFI_CallFrame* frame) { return kLinearPacked(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_pack(XLA_FFI_CallFrame* frame) { return kPack(frame); }
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_gate(XLA_FFI_CallFrame* frame) { return kGate(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_write_rows(XLA_FFI_CallFrame* frame) { return kWriteRows(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_zeros(XLA_FFI_CallFrame* frame) { return kZeros(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_paged_attention(XLA_FFI_CallFrame* frame) { return kPagedAttention(frame); }

@@ -29,6 +29,7 @@ namespace {
 #include "fixed_kernel.h"
 #include "packed_kernel.h"
 #include "attention_kernel.h"
+#include "gate_kernel.h"
 }  // namespace
 }  // namespace avx2
 #if defined(__clang__)
@@ -37,12 +38,12 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Kernels kAvx2Kernels = {"avx2", avx2_runs_here, avx2::linear, avx2::kTileCols, avx2::kGroup, avx2::pack, avx2::linear_packed, avx2::paged_attention};
+const Kernels kAvx2Kernels = {"avx2", avx2_runs_here, avx2::linear, avx2::kTileCols, avx2::kGroup, avx2::pack, avx2::linear_packed, avx2::paged_attention, avx2::gate};
 }  // namespace jaxserve
 
 #else
 
 namespace jaxserve {
-const Kernels kAvx2Kernels = {"avx2", [] { return false; }, nullptr, 0, 0, nullptr, nullptr, nullptr};
+const Kernels kAvx2Kernels = {"avx2", [] { return false; }, nullptr, 0, 0, nullptr, nullptr, nullptr, nullptr};
 }  // namespace jaxserve
 #endif

@@ -16,8 +16,9 @@ namespace {
 #include "fixed_kernel.h"
 #include "packed_kernel.h"
 #include "attention_kernel.h"
+#include "gate_kernel.h"
 }  // namespace
 }  // namespace portable
 
-const Kernels kPortableKernels = {"portable", [] { return true; }, portable::linear, portable::kTileCols, portable::kGroup, portable::pack, portable::linear_packed, portable::paged_attention};
+const Kernels kPortableKernels = {"portable", [] { return true; }, portable::linear, portable::kTileCols, portable::kGroup, portable::pack, portable::linear_packed, portable::paged_attention, portable::gate};
 }  // namespace jaxserve

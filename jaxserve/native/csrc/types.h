@@ -70,6 +70,17 @@ struct AttentionArgs {
   void* out;
 };
 
+enum class Activation { kSilu, kGeluTanh };
+
+// x: [m, 2 * width], out: [m, width].
+struct GateArgs {
+  int64_t m, width;
+  Activation activation;
+  Dtype dtype;
+  const void* x;
+  void* out;
+};
+
 class Pool;
 
 // One set of kernels, compiled for one instruction set.
@@ -81,6 +92,7 @@ struct Kernels {
   void (*pack)(const PackArgs&, Pool&);
   void (*linear_packed)(const LinearArgs&, Pool&);
   void (*paged_attention)(const AttentionArgs&, Pool&);
+  void (*gate)(const GateArgs&, Pool&);
 };
 
 extern const Kernels kAvx2Kernels;
