@@ -50,6 +50,7 @@ class LaunchOptions:
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     deterministic: bool = EngineConfig.deterministic
     decode_steps: int = EngineConfig.decode_steps
+    max_logprobs: int = EngineConfig.max_logprobs
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     compile_cache: Path | None = None
@@ -120,6 +121,7 @@ def load_engine(
         enable_prefix_caching=options.enable_prefix_caching,
         deterministic=options.deterministic,
         decode_steps=options.decode_steps,
+        max_logprobs=options.max_logprobs,
     )
     log.info(
         "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d, "

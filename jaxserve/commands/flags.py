@@ -139,6 +139,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         help="tokens of each stream that one launch decodes while nobody waits: fewer gaps between steps, but "
         "tokens come K at a time and new requests wait for the launch at hand",
     )
+    batching.add_argument(
+        "--max-logprobs", type=count_from_zero, default=EngineConfig.max_logprobs, metavar="N",
+        help="most of the likeliest tokens that a request may ask for at each place",
+    )
     device = parser.add_argument_group("device")
     device.add_argument(
         "--step-timeout", type=positive_seconds, default=EngineConfig.step_timeout_s, metavar="SECONDS",
@@ -175,6 +179,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         enable_prefix_caching=args.enable_prefix_caching,
         deterministic=args.deterministic,
         decode_steps=args.decode_steps,
+        max_logprobs=args.max_logprobs,
         attention_backend=args.attention_backend,
         linear_backend=args.linear_backend,
         compile_cache=args.compile_cache,
