@@ -2,11 +2,14 @@
 """Where a decode step's time goes, and how far it is from the memory floor.
 
     .venv/bin/python scripts/bench_steps.py smollm2-135m --rows 1 8 32 --context 136 1000
+    .venv/bin/python scripts/bench_steps.py gemma3-270m --rows 8 --context 136 --sampling
 
 Dense layers, attention and sampling are timed alone, each as one compiled loop over all layers with the
 model's own weights; "other" is what is left of the whole step (norms, RoPE, cache writes, loop). Host is
 what the engine's thread spends to pack and launch a step while the device works, so it only counts where
 it is longer than the step. The floor is (weights + live KV, in bytes) / (read bandwidth measured here).
+
+With --sampling: the greedy step against one with every sampling feature on in every row, in turns.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import Plan, Row, Step
+from jaxserve.engine.plan import History, Plan, Row, Step
 from jaxserve.launch import compile_cache_folder
 from jaxserve.models.decoder import NO_WINDOW, abstract_decoder
 from jaxserve.ops.backend import choose
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--linear-backend", default="auto")
     parser.add_argument("--page-size", type=int, default=EngineConfig.page_size)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--sampling", action="store_true", help="compare greedy with every feature on")
     parser.add_argument("--repeat", type=int, default=15, help="median of this many")
     args = parser.parse_args()
 
@@ -51,6 +55,8 @@ def main() -> None:
     model = files.config
     backend = choose(args.attention_backend, args.linear_backend)
     longest = max(args.context) + 2 * args.repeat + 8
+    if args.sampling:
+        longest = max(longest, 256)
     rows = max(args.rows)
     config = EngineConfig(
         max_model_len=longest,
@@ -63,6 +69,11 @@ def main() -> None:
     runner = ModelRunner(
         model, params, config, backend, dtype=args.dtype, cache=compile_cache_folder(None)
     )
+    if args.sampling:
+        for context in args.context:
+            for count in args.rows:
+                print(json.dumps(compare_sampling(runner, config, count, context, args)), flush=True)
+        return
     params = dict(zip(param_names(abstract_decoder(model, args.dtype)), runner._leaves))
     bandwidth = read_bandwidth()
     weight_bytes = sum(x.nbytes for x in params.values())
@@ -138,6 +149,41 @@ def time_step(runner, config, count, padded, context, args) -> tuple[float, floa
         runner.fetch(handle)
         whole.append(time.perf_counter() - began)
     return statistics.median(whole[2:]), statistics.median(host[2:])
+
+
+def every_feature(vocab_size: int) -> SamplingParams:
+    """All that a request may ask of sampling, in amounts that clients send."""
+    return SamplingParams(
+        max_tokens=1 << 20, temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, seed=1,
+        repetition_penalty=1.1, frequency_penalty=0.4, presence_penalty=0.3, min_tokens=1 << 19,
+        logit_bias=tuple((i, 0.5) for i in range(300)),
+        bad_words=tuple((i, i + 1, i + 2) for i in range(50)),
+        allowed_token_ids=frozenset(range(vocab_size - 100)),
+    )  # fmt: skip
+
+
+def compare_sampling(runner, config, count, context, args) -> dict[str, float]:
+    """Whole decode steps of `count` rows: all greedy, and with every feature on in all rows, in turns."""
+    vocab_size, padded = runner.model.vocab_size, config.decode_bucket(count)
+    kinds = {"greedy": SamplingParams(1, temperature=0), "every_feature": every_feature(vocab_size)}
+    history = History(tuple(i % 1000 for i in range(context)), (), (1, 2, 106))
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(4):
+        for kind, params in kinds.items():
+            for slot in range(count):
+                row = Row(slot, context - 1, 1, (1,), 0, pages_of(slot, config), True, params,
+                          history=history if params.is_shaped else None)  # fmt: skip
+                runner.fetch(runner.launch(Plan((Step("prefill", 1, 32, (row,)),))))
+            for i in range(args.repeat + 1):
+                rows = tuple(Row(slot, context + i, 1, None, 0, (), True, None) for slot in range(count))
+                began = time.perf_counter()
+                runner.fetch(runner.launch(Plan((Step("decode", padded, 1, rows),))))
+                times[kind].append(time.perf_counter() - began)
+    greedy, every = (statistics.median(times[kind]) for kind in kinds)
+    return {
+        "rows": count, "context": context, "vocabulary": vocab_size, "greedy_ms": ms(greedy),
+        "every_feature_ms": ms(every), "ratio": round(every / greedy, 3),
+    }  # fmt: skip
 
 
 def time_dense(params, model, backend, padded, args) -> float:

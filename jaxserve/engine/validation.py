@@ -94,7 +94,7 @@ def _check_shaping(params: SamplingParams, eos_ids: frozenset[int]) -> None:
         )
     if params.allowed_token_ids is not None:
         forbidden = end_ids | {word[0] for word in params.bad_words if len(word) == 1}
-        if not params.allowed_token_ids - forbidden:
+        if all(token_id in forbidden for token_id in params.allowed_token_ids):
             raise RequestError(
                 f"allowed_token_ids has {len(params.allowed_token_ids)} ids, none of which bad_words and "
                 "min_tokens leave to be picked; allow others",

@@ -78,7 +78,7 @@ def slot_shaping(params: SamplingParams, history: History, vocab_size: int) -> S
     if params.has_penalties:
         counts = np.bincount(np.asarray(history.output_ids, np.int64), minlength=vocab_size)
         seen[:] = np.minimum(counts, MAX_COUNT)
-        seen[list(history.prompt_ids)] |= IN_PROMPT
+        seen[np.asarray(history.prompt_ids, np.int64)] |= IN_PROMPT
     bad_words = np.full((MAX_BAD_WORD_SEQUENCES, MAX_BAD_WORD_TOKENS), NO_ID, np.int32)
     for row, word in zip(bad_words, params.bad_words):
         row[len(row) - len(word) :] = word
@@ -111,7 +111,7 @@ def allowed_words(ids: Iterable[int] | None, vocab_size: int) -> np.ndarray:
     bits = np.ones(32 * num_words(vocab_size), np.uint8)
     if ids is not None:
         bits[:] = 0
-        bits[list(ids)] = 1
+        bits[np.fromiter(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 

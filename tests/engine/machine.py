@@ -64,8 +64,9 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, stem, shared, own, max_tokens, seed, stop, priority, salt, copies, is_group) -> None:
         prompt = (*stem[:shared], *own)[: self.config.max_model_len - 1]
         params = SamplingParams(
-            min(max_tokens, self.config.max_model_len - len(prompt)), temperature=0.5, seed=seed, stop=stop
-        )
+            min(max_tokens, self.config.max_model_len - len(prompt)), temperature=0.5, seed=seed, stop=stop,
+            repetition_penalty=1.5 if seed % 8 == 7 else 1.0,  # FakeRunner checks the history it is told
+        )  # fmt: skip
         if self.config.scheduling_policy == "fcfs":
             priority = 0
         group = f"group of {len(self.requests)}" if copies > 1 and is_group else None
