@@ -174,7 +174,10 @@ class FakeRunner:
         self.num_skipped += sum(slot.has_ended for slot in slots)
         iterations = []
         for i in range(step.iterations):
-            live = [None if slot.has_ended or i >= row.query_len else slot for row, slot in zip(step.rows, slots)]
+            live = [
+                None if slot.has_ended or i >= row.query_len else slot
+                for row, slot in zip(step.rows, slots)
+            ]
             iterations.append(self._iterate(step, live, masks, i))
         return self._scored(step, slots, [token_id for ids in zip(*iterations) for token_id in ids])
 
