@@ -76,6 +76,35 @@ def test_damaged_programs_are_made_again(warm, llama):
     assert not list(folder.rglob("*.partial"))
 
 
+@pytest.mark.parametrize("kind", ["decode", "greedy"])
+def test_kept_programs_that_load_but_do_not_run_are_all_made_again(warm, llama, monkeypatch, caplog, kind):
+    folder, answers = warm
+    load, cleared = Executables.load, []
+
+    def broken(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Function not found")
+
+    def load_one(self, key, in_tree, out_tree):
+        return broken if key[0] == kind and not cleared else load(self, key, in_tree, out_tree)
+
+    monkeypatch.setattr(Executables, "load", load_one)
+    monkeypatch.setattr(Executables, "clear", lambda self: cleared.append(self))  # what is kept is sound
+    runner = llama.runner(CONFIG, choose(), folder)
+    assert len(cleared) == 1
+    assert "all are compiled again: INTERNAL: Function not found" in caplog.text
+    assert serve(CONFIG, runner, JOBS) == answers
+
+
+def test_kept_programs_that_never_run_are_an_error(warm, llama, monkeypatch):
+    def broken(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Function not found")
+
+    monkeypatch.setattr(Executables, "load", lambda self, key, in_tree, out_tree: broken)
+    monkeypatch.setattr(Executables, "clear", lambda self: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Function not found"):
+        llama.runner(CONFIG, choose(), warm[0])
+
+
 def test_whatever_shapes_a_program_changes_its_fingerprint(monkeypatch, llama):
     one = fingerprint(llama.model, CONFIG, "xla", "float32")
     assert one == fingerprint(llama.model, CONFIG, "xla", "float32")
