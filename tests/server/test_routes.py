@@ -166,7 +166,7 @@ ERRORS: list[tuple[str, str, Any, dict[str, str], int, str | None, str]] = [
     ("POST", BOTH[0], {"prompt": "a" * 2**21}, {}, 400, "prompt", f"maximum context length is {N} tokens"),
     ("POST", BOTH[0], {"prompt": "hi", "max_tokens": N - 1}, {}, 400, "max_tokens", f"requested {N + 1}"),
     ("POST", BOTH[1], {"messages": []}, {}, 400, "messages", "at least 1"),
-    ("POST", BOTH[1], {"messages": MESSAGES, "tools": [{}]}, {}, 400, "tools", "not supported"),
+    ("POST", BOTH[1], {"messages": MESSAGES, "tools": [{}]}, {}, 400, "tools[0].type", "required"),
     ("POST", BOTH[1], {"messages": [{"role": "user", "content": "refuse me"}]}, {}, 400, "messages", "no"),
 ]
 
