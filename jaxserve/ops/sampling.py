@@ -69,7 +69,11 @@ def sample(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax
     A row's draw depends on its logits, its parameters and fold_in(key(seed), position), so neither on
     its slot nor on its batch-mates. Rows of temperature 0 are greedy.
     """
-    return jnp.where(state.temperature > 0, _draw(logits, state, positions), greedy(logits))
+    draws = state.temperature > 0
+    drawn = _draw(logits, state, positions)
+    return jax.lax.cond(
+        jnp.all(draws), lambda: drawn, lambda: jnp.where(draws, drawn, greedy(logits))
+    )
 
 
 def _draw(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
