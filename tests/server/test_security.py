@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.cli import main
+from jaxserve.commands.serve import is_loopback
 from jaxserve.errors import ConfigError
 from jaxserve.server.errors import Unauthorized
 from jaxserve.server.lifecycle import ServerOptions
@@ -380,3 +382,35 @@ def test_a_small_body_with_costly_fields_is_not_worked_on_in_the_event_loop(serv
         "/v1/chat/completions", {"messages": [message], "max_tokens": 1, "chat_template_kwargs": {}}
     )
     assert ["jaxserve-parse" in name for name in threads] == [False, True, True]
+
+
+def test_the_flags_of_serve_reach_the_server(monkeypatch, tmp_path):
+    (tmp_path / "keys").write_text(OTHER + "\n")
+    monkeypatch.setenv("JAXSERVE_API_KEY", "sk-third")
+    got: list[ServerOptions] = []
+
+    async def serve(options: ServerOptions, load: object, **callbacks: object) -> None:
+        got.append(options)
+
+    monkeypatch.setattr("jaxserve.server.lifecycle.serve", serve)
+    argv = ["serve", "--api-key", KEY, "--api-key-file", str(tmp_path / "keys")]
+    argv += ["--max-requests-per-key", "3", "--max-header-size", "4KiB", "--log-requests"]
+    argv += ["--allowed-origins", ORIGIN, "http://localhost:3000"]
+    argv += ["--ssl-certfile", str(TLS / "cert.pem"), "--ssl-keyfile", str(TLS / "key.pem")]
+    assert main(argv) == 0
+    [options] = got
+    assert options.api_keys == (KEY, OTHER, "sk-third")
+    assert options.max_requests_per_key == 3
+    assert options.allowed_origins == (ORIGIN, "http://localhost:3000")
+    assert options.max_header_bytes == 4096
+    assert options.log_requests
+    assert (options.ssl_certfile, options.ssl_keyfile) == (TLS / "cert.pem", TLS / "key.pem")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
+     ("::", False), ("10.0.0.1", False), ("example.org", False)],
+)  # fmt: skip
+def test_only_loopback_addresses_count_as_this_machine(host, expected):
+    assert is_loopback(host) is expected
