@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from jaxserve import native
@@ -173,6 +175,28 @@ def test_options_reach_the_engine(launch, options, caplog):
     assert "bfloat16" in caplog.text
 
 
+def test_deterministic_reaches_the_steps_and_answers_the_same(launch, options):
+    chosen = replace(options, deterministic=True, max_num_batched_tokens=64, max_num_seqs=3)
+    loaded, answers = launch(chosen)
+    assert loaded.config.decode_buckets == (3,)
+    assert loaded.config.prefill_buckets == ((1, 32), (1, 64))
+    params = replace(GREEDY, logprobs=0)
+    first, last = answers.ask(loaded, "hello", params)
+    again, last_again = answers.ask(loaded, "hello", params)
+    assert (again, last_again.logprobs) == (first, last.logprobs)
+
+
+def test_compilations_are_no_longer_counted_once_the_engine_is_stopped(options):
+    loaded = load_engine(options, deliver=lambda events: None)
+    jax.jit(lambda x: x + 1)(np.ones(3))
+    counted = loaded.compilations_after_warmup()
+    assert counted > 0
+    for size in (4, 5):
+        loaded.engine.stop()
+        jax.jit(lambda x: x + 1)(np.ones(size))
+        assert loaded.compilations_after_warmup() == counted
+
+
 def test_a_chat_template_of_the_users_goes_before_the_models_own(launch, options, tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text("MINE {{ messages[0]['content'] }} {{ eos_token }}")
@@ -192,9 +216,10 @@ def test_a_chat_template_of_the_users_goes_before_the_models_own(launch, options
         ({"kv_cache_memory": 1000}, ConfigError, "kv_cache_memory=1000"),
         ({"block_size": 0}, ConfigError, "block_size=0"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
-        ({"max_num_batched_tokens": 0}, ConfigError, "max_prefill_tokens=0"),
-        ({"max_num_queued_reqs": -1}, ConfigError, "max_num_queued=-1"),
-        ({"queue_timeout": -1.0}, ConfigError, "queue_timeout_s=-1.0"),
+        ({"max_num_batched_tokens": 0}, ConfigError, r"max_prefill_tokens=0 .*--max-num-batched-tokens\)"),
+        ({"max_num_queued_reqs": -1}, ConfigError, r"max_num_queued=-1 .*\(flag --max-num-queued-reqs\)"),
+        ({"queue_timeout": -1.0}, ConfigError, r"queue_timeout_s=-1.0 .*\(flag --queue-timeout\)"),
+        ({"deterministic": True, "decode_steps": 4}, ConfigError, "decode_steps=4 contradicts deterministic"),
         ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy='lifo'.*fcfs, priority"),
         ({"admission": "hope"}, ConfigError, "admission='hope'"),
         ({"attention_backend": "cuda"}, ConfigError, "attention_backend: 'cuda'.*native"),
