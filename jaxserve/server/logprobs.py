@@ -32,9 +32,18 @@ class Entry:
 class Offsets:
     """Where the text of one token after the other begins, if that of the first does at `start`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, start: int):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool,
+        start: int,
+        shown_ids: frozenset[int] = frozenset(),
+    ):
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special=skip_special, shown_ids=shown_ids
+        )
         self._end = start
 
     def next(self, token_id: int) -> int:
@@ -50,8 +59,15 @@ class Offsets:
 class PendingEntries:
     """Entries of one answer that wait for their text to be shown."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, offset: int):
-        self._offsets = Offsets(tokenizer, skip_special=skip_special, start=offset)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool,
+        offset: int,
+        shown_ids: frozenset[int] = frozenset(),
+    ):
+        self._offsets = Offsets(tokenizer, skip_special=skip_special, start=offset, shown_ids=shown_ids)
         self._shown = offset
         self._waiting: deque[Entry] = deque()
 

@@ -94,6 +94,7 @@ class Renderer(ABC):
                     self._tokenizer,
                     skip_special=request.params.skip_special_tokens,
                     offset=len(self._echo(choice)),
+                    shown_ids=request.params.shown_ids,
                 )
         self._begun = [False] * len(self.choices)
         self._head = self._head_of(self.chunk_object) + ',"choices":['
