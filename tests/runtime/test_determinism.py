@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.engine.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.ops.backend import XLA, Backend
-from jaxserve.ops.linear import linear_xla
+from jaxserve.ops.backend import Backend
 from jaxserve.runtime import determinism
-from jaxserve.runtime.determinism import require_deterministic_device
+from jaxserve.runtime.determinism import RowCheck, require_deterministic_device
 from jaxserve.types import SamplingParams
 from tests.models.tiny import VOCAB
 from tests.runtime.bits import Recorder, Told
@@ -86,19 +83,37 @@ def test_a_hit_of_a_whole_chunk_has_the_bits_of_a_miss(recorder):
     assert replace(second, num_cached=0) == first
 
 
-def crooked_linear(x: jax.Array, *args: object, **kwargs: object) -> jax.Array:
-    """A product whose rows are not all computed in the same way, if only in the last bit."""
-    out = linear_xla(x, *args, **kwargs)
-    last_row = jnp.arange(out.size).reshape(out.shape) >= out.size - out.shape[-1]
-    return jnp.where(last_row, out * jnp.asarray(1 + 1e-6, out.dtype), out)
+def steps(config: EngineConfig, crooked: str) -> dict[tuple[str, int, int], object]:
+    """Stand-ins for compiled steps: all rows are equal, but for the last one of the program `crooked`."""
+    batch, queries = config.decode_buckets[-1], config.max_chunk
+
+    def rows_of(kind: str, num_rows: int) -> np.ndarray:
+        rows = np.ones((num_rows, 5), np.float32)
+        if kind == crooked:
+            rows[-1] = np.nextafter(rows[-1], np.float32(2))
+        return rows
+
+    def forward(kind: str, num_rows: int) -> object:
+        return lambda leaves, kv, state, packed: (kv, state, rows_of(kind, num_rows), None, None)
+
+    return {
+        ("prefill", 1, queries): forward("prefill", 1),
+        ("decode", batch, 1): forward("decode", batch),
+        ("random", batch, 1): lambda state, logits, rows: (state, rows_of("random", batch)[:, 0]),
+        ("logprobs", batch, 1): lambda logits, ids: rows_of("logprobs", batch),
+        ("score", 1, 1): lambda leaves, hidden, wanted: rows_of("score", wanted.shape[1]),
+    }
 
 
-def test_a_device_whose_rows_depend_on_their_place_is_refused(llama):
-    config = EngineConfig(
-        max_model_len=16, num_pages=3, page_size=8, max_num_seqs=2, max_prefill_tokens=8, deterministic=True
-    )
-    with pytest.raises(ConfigError, match=r"deterministic: cpu computes a row .*--max-num-seqs 1"):
-        llama.runner(config, replace(XLA, linear=crooked_linear))
+def test_a_device_whose_rows_depend_on_their_place_is_refused(gemma3):
+    places = {
+        "decode": "another place of a decode step", "random": "another row of a sampler",
+        "logprobs": "another row of log-probabilities", "score": "another row of prompt log-probabilities",
+    }  # fmt: skip
+    RowCheck(steps(CONFIG, "none"), [], None, None, gemma3.model, CONFIG).run()
+    for crooked, where in places.items():
+        with pytest.raises(ConfigError, match=f"deterministic: cpu .* in {where};.*--max-num-seqs 1"):
+            RowCheck(steps(CONFIG, crooked), [], None, None, gemma3.model, CONFIG).run()
 
 
 def test_a_gpu_is_refused_unless_xla_is_told_to_be_deterministic(monkeypatch):
