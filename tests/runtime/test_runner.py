@@ -16,7 +16,7 @@ from jaxserve.ops.backend import Backend
 from jaxserve.runtime.compilations import CompilationCounter
 from jaxserve.runtime.executables import Executables
 from jaxserve.runtime.runner import ModelRunner, compile_steps, order_params, shapes
-from jaxserve.runtime.state import kv_shapes, state_shapes
+from jaxserve.runtime.state import ENDED, kv_shapes, state_shapes
 from jaxserve.types import SamplingParams
 from tests.models.tiny import VOCAB
 from tests.runtime.conftest import Tiny
@@ -122,7 +122,7 @@ def test_no_program_takes_memory_for_a_second_pool(llama, backend):
     """Compiled for a pool that dwarfs everything else; nothing of it is allocated."""
     config = EngineConfig(
         max_model_len=64, num_pages=100_000, max_num_seqs=4, max_prefill_tokens=64,
-        decode_buckets=(4,), prefill_buckets=((4, 16),),
+        decode_buckets=(4,), prefill_buckets=((4, 16),), decode_steps=3,
     )  # fmt: skip
     decoder = abstract_decoder(llama.model, "float32")
     kv, state = kv_shapes(llama.model, config, "float32", backend.pool_lanes), state_shapes(config)
@@ -132,7 +132,8 @@ def test_no_program_takes_memory_for_a_second_pool(llama, backend):
     assert nbytes(kv) > 10**9
     for key, program in programs.items():
         memory = program.memory_analysis()
-        kept = {"prefill": (kv, state), "decode": (kv, state), "greedy": state, "random": state}.get(key[0])
+        has_pool = key[0] in ("prefill", "decode", "loop_greedy", "loop_random")
+        kept = (kv, state) if has_pool else {"greedy": state, "random": state}.get(key[0])
         assert memory.alias_size_in_bytes >= nbytes(kept), f"{key} makes new arrays of what it was given"
         assert memory.temp_size_in_bytes < nbytes(kv) // 100, f"{key} needs {memory.temp_size_in_bytes} bytes"
         assert memory.output_size_in_bytes - memory.alias_size_in_bytes < nbytes(kv) // 100
@@ -189,3 +190,29 @@ def test_parameters_that_do_not_fit_are_named(llama, change, message):
     change(params)
     with pytest.raises(WeightsError, match=message):
         order_params(abstract_decoder(llama.model, "float32"), params)
+
+
+# Sequences that have ended.
+
+
+def test_a_row_of_a_sequence_that_has_ended_is_skipped(runner):
+    prompt, params = (5, 6, 7, 8), SamplingParams(8, temperature=0.0)
+    whole = serve(CONFIG, runner, [Job(prompt, params)])[0]
+    num_ids = next(n for n in range(2, 6) if whole[n - 1] not in whole[: n - 1])
+
+    def run(pages: tuple[int, int], end_ids: tuple[int, ...]) -> tuple[list[int], bool, int]:
+        """Ids of a prefill and five decode steps; whether keys behind `num_ids` ids changed; the last id."""
+        behind = [8 * pages[n // 8] + n % 8 for n in range(4 + num_ids - 1, 16)]
+        before = np.asarray(runner._kv.keys)[:, behind]
+        row = Row(2, 0, 4, prompt, 0, pages, True, params, end_ids)
+        rows = [Row(2, start, 1, None, 0, (), True, None) for start in range(4, 9)]
+        steps = [Step("prefill", 4, 8, (row,)), *(Step("decode", 2, 1, (one,)) for one in rows)]
+        results = runner.fetch(runner.launch(Plan(tuple(steps))))
+        changed = not np.array_equal(np.asarray(runner._kv.keys)[:, behind], before)
+        return [result.token_ids[0] for result in results], changed, int(runner._state.last_id[2])
+
+    assert run((37, 33), ()) == (whole[:6], True, whole[5])
+    ids, changed, last_id = run((38, 34), (whole[num_ids - 1],))
+    assert ids[:num_ids] == whole[:num_ids]
+    assert last_id == ENDED
+    assert not changed
