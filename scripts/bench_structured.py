@@ -24,7 +24,7 @@ from load_client import Answer, Prompts, complete, errors, percentile, session
 from load_report import fail_on, ms, ratio, show
 from load_server import Served, ServerError, Variant, make_parser, parse, serving
 
-COLUMNS = ("streams", "held to a schema", "tokens/s of the free ones", "of all free", "inter-token p50", "p95")
+COLUMNS = ("streams", "held to a schema", "tokens/s of the free", "of all free", "inter-token p50", "p95")
 SHORT = {"streams": 4, "rounds": 1, "output": 16}
 SCHEMA = {
     "type": "array",
