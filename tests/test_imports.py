@@ -35,7 +35,9 @@ ALLOWED = {
     "__main__": {"cli"},
     "launch": {"engine", "tokenizer", "weights", "models", "ops", "runtime", "parallel", *FOUNDATION},
 }
-NEEDS_NO_JAX = ("errors", "types", "metrics", "tokenizer", "grammar", "tools", "engine", "server", "cli", "commands")
+NEEDS_NO_JAX = (
+    "errors", "types", "metrics", "tokenizer", "grammar", "tools", "engine", "server", "cli", "commands",
+)  # fmt: skip
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "orbax"}
 
 

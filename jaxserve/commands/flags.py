@@ -136,8 +136,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
     )
     batching.add_argument(
         "--decode-steps", type=count, default=EngineConfig.decode_steps, metavar="K",
-        help="tokens of each stream that one launch decodes while nobody waits: fewer gaps between steps, but "
-        "tokens come K at a time and new requests wait for the launch at hand",
+        help="tokens of each stream that one launch decodes while nobody waits: fewer gaps between steps, "
+        "but tokens come K at a time and new requests wait for the launch at hand",
     )
     batching.add_argument(
         "--max-logprobs", type=count_from_zero, default=EngineConfig.max_logprobs, metavar="N",

@@ -196,8 +196,8 @@ class EngineConfig:
                 )
             if self.deterministic and batch > 1:
                 raise ConfigError(
-                    f"prefill_buckets: {batch} x {queries} contradicts deterministic: a prompt must not share "
-                    "a step; list shapes of one row only, or leave the key out to derive them"
+                    f"prefill_buckets: {batch} x {queries} contradicts deterministic: a prompt must not "
+                    "share a step; list shapes of one row only, or leave the key out to derive them"
                 )
             if shape in seen:
                 raise ConfigError(f"prefill_buckets: {batch} x {queries} is listed twice; drop one")

@@ -64,7 +64,7 @@ class ThinkParser:
 
 
 class AnswerParser:
-    """A TextParser over both: what is not reasoning may hold tool calls. Past `most_calls` they are dropped."""
+    """A TextParser over both: what is not reasoning may hold tool calls, those past `most_calls` dropped."""
 
     def __init__(
         self, think: ThinkParser | None, calls: TextParser | None, most_calls: int | None = None
