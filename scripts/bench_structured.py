@@ -59,7 +59,7 @@ async def one_round(
     )
     began_s = time.perf_counter()
     free = asyncio.gather(*(complete(http, url, prompt, max_tokens) for prompt in prompts[:-1]))
-    await asyncio.wait([free, last], return_when=asyncio.FIRST_EXCEPTION if held else asyncio.ALL_COMPLETED)
+    await asyncio.wait([free, last], return_when=asyncio.FIRST_COMPLETED if held else asyncio.ALL_COMPLETED)
     if held and last.done():
         await last  # raises what went wrong
     answers = await free

@@ -7,6 +7,7 @@ called "main" is where an answer begins.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from jaxserve.errors import RequestError
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CHOICES = 4096
+_CONTROL = re.compile("[\x7f-\x9f\u2028\u2029]")
 ANY_TEXT = r"/(.|\n)*/"  # in Lark
 # Between the tokens of JSON: room for any indentation, but no endless run of blanks.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
@@ -107,8 +109,8 @@ def schema_text(schema: Any, param: str) -> str:
 
 
 def quote(text: str) -> str:
-    """`text` as a literal in Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    """`text` as a literal in Lark, which takes JSON's escapes but no control characters."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _check_size(text: str, param: str) -> None:

@@ -97,6 +97,12 @@ def test_whatever_is_picked_is_one_of_the_choices(options: list[str], rng: rando
     assert all(accepts(spec, option) for option in options)
 
 
+def test_every_character_can_stand_in_a_choice():
+    characters = [chr(i) for i in (*range(1, 0x300), 0x2028, 0x2029, 0xFEFF, 0xFFFD, 0x1F642, 0x10FFFF)]
+    assert accepts(specs.choice(["".join(characters)], "x"), "".join(characters))
+    assert accepts(specs.choice(characters, "x"), "\x7f")
+
+
 def test_thousands_of_choices_are_no_burden():
     spec = specs.choice([f"name-{i}" for i in range(specs.MAX_CHOICES)], "x")
     assert accepts(spec, "name-4095")
