@@ -96,7 +96,7 @@ def test_every_kind_of_constraint_works_under_both_names_in_completions(server, 
 def test_an_answer_that_is_cut_says_length_and_one_that_is_not_parses(server):
     texts, reasons = ask(server, response_format=FORMAT, max_tokens=4)
     assert reasons == ["length"]
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(json.JSONDecodeError):
         json.loads(texts[0])
 
 
@@ -131,7 +131,7 @@ def test_neighbours_without_a_grammar_answer_as_they_do_alone(server):
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nix"}}}},
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nix"}}}},
          "response_format.json_schema.schema", "nix"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"json": {"type": "object", "unevaluatedProperties": False}}},

@@ -16,11 +16,12 @@ NAMES = frozenset({"f", "get_weather"})
 PARSERS = (HermesParser, MistralParser, JsonParser, Llama3Parser)
 # What answers are made of, well-formed or not.
 SHARDS = st.sampled_from([
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>",
     '{"name": "f", "arguments": {"a": 1}}', '{"arguments": {"b": "}"}, "name": "f"}', '{"name": "f"}',
     '{"name": "get_weather", "parameters": {}}', '{"name": "other", "parameters": {}}', "f", "get_weather",
     '{"name": "f", "arguments": "{\\"c\\": [1, 2]}"}', '{"type": "function", "name": "f", "arguments": null}',
-    "{", "}", "[", "]", '"', "\\", ",", ";", ":", " ", "\n", "\n\n", "Sure, ", "<", "<tool", "true", "12", "é🙂",
+    "{", "}", "[", "]", '"', "\\", ",", ";", ":", " ", "\n", "\n\n", "Sure, ", "<", "<tool", "true", "12",
+    "é🙂", "</think>",
     '{"name": "f", "arguments": 5}', '{"name": 5}', '{"a": {"b": ["]"]}}', '"name"', '"arguments"',
 ])  # fmt: skip
 TEXTS = st.lists(SHARDS, max_size=9).map("".join)
