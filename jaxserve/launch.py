@@ -11,7 +11,7 @@ from typing import Literal
 
 import jax
 
-from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.config import CPU_PREFILL_TOKENS, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.ops.backend import choose
@@ -38,7 +38,7 @@ class LaunchOptions:
     dtype: str = "auto"  # of weights, activations and KV cache
     max_model_len: int | None = None
     max_num_seqs: int = EngineConfig.max_num_seqs
-    max_num_batched_tokens: int = EngineConfig.max_prefill_tokens
+    max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = EngineConfig.max_num_queued
     block_size: int = EngineConfig.page_size
     kv_cache_memory: int | None = None  # bytes
@@ -112,7 +112,7 @@ def load_engine(
         page_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_queued=options.max_num_queued_reqs,
-        max_prefill_tokens=options.max_num_batched_tokens,
+        max_prefill_tokens=options.max_num_batched_tokens or _default_prefill_tokens(),
         max_queued_tokens=options.max_queued_tokens,
         queue_timeout_s=options.queue_timeout,
         step_timeout_s=options.step_timeout,
@@ -139,6 +139,10 @@ def load_engine(
     return LoadedEngine(
         engine, tokenizer, template, config, name, model.vocab_size, lambda: counter.count
     )
+
+
+def _default_prefill_tokens() -> int:
+    return CPU_PREFILL_TOKENS if jax.default_backend() == "cpu" else EngineConfig.max_prefill_tokens
 
 
 def compile_cache_folder(folder: Path | None) -> Path:

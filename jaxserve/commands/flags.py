@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.config import CPU_PREFILL_TOKENS, EngineConfig
 
 if TYPE_CHECKING:
     from jaxserve.launch import LaunchOptions
@@ -92,8 +92,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         help="requests that run at the same time",
     )
     batching.add_argument(
-        "--max-num-batched-tokens", type=count, default=EngineConfig.max_prefill_tokens, metavar="TOKENS",
-        help="prompt tokens of one step; longer prompts are prefilled in such chunks",
+        "--max-num-batched-tokens", type=count, metavar="TOKENS",
+        help="prompt tokens of one step; longer prompts are prefilled in such chunks "
+        f"(default: {CPU_PREFILL_TOKENS} on a CPU, {EngineConfig.max_prefill_tokens} elsewhere)",
     )
     batching.add_argument(
         "--max-num-queued-reqs", type=count_from_zero, default=EngineConfig.max_num_queued, metavar="N",

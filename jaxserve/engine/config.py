@@ -11,6 +11,9 @@ from typing import Literal
 from jaxserve.errors import ConfigError
 
 Shape = tuple[int, int]  # (B, Q)
+# A better `max_prefill_tokens` where the device is a CPU: there more rows make a step no more efficient, only
+# longer, and streams and the next prompt wait for it.
+CPU_PREFILL_TOKENS = 128
 
 FLAGS = {  # of `jaxserve serve`, where they are called otherwise
     "page_size": "--block-size",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.native.ops import linear, linear_packed, pack, paged_attention
+from jaxserve.native.ops import gate, linear, linear_packed, pack, paged_attention, write_rows
 
 TOLERANCE = 1e-4  # float32 sums, relative to the largest value
 FIXED_TOLERANCE = 1e-3  # of bfloat16 weights packed to 16-bit integers
@@ -18,46 +21,77 @@ class WrongKernel(RuntimeError):
     """A compiled kernel disagrees with NumPy on this machine."""
 
 
+class Case(NamedTuple):
+    """One call of a kernel, and what it must give."""
+
+    name: str
+    run: Callable[..., jax.Array]
+    inputs: tuple[np.ndarray, ...]
+    want: np.ndarray
+    limit: float = TOLERANCE
+
+
 def self_test() -> None:
     """Runs each kernel on small inputs. Raises WrongKernel with the case and the error."""
     rng = np.random.default_rng(0)
+    cases = [*_linear_cases(rng), *_small_cases(rng)]
+    for window, soft_cap in ((None, None), (40, 20.0)):
+        cases += _attention_cases(rng, window, soft_cap)
+    # One program for all: compiling each call alone would take longer than everything else at start-up.
+    run = jax.jit(lambda inputs: [case.run(*each) for case, each in zip(cases, inputs)])
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for rows in (1, 3, 9):
-            for dtype in (jnp.bfloat16, jnp.float32):
-                x = jnp.asarray(rng.standard_normal((rows, 88)), dtype)
-                w = jnp.asarray(rng.standard_normal((37, 88)), dtype)
-                got = linear(x, w, out_dtype=jnp.float32)
-                stacked = linear(x, jnp.stack([w * 0, w]), jnp.int32(1), out_dtype=jnp.float32)
-                case = f"linear with {rows} rows of {jnp.dtype(dtype).name}"
-                _compare(case, got, _float64(x) @ _float64(w).T)
-                _compare(f"{case}, second layer", stacked, _float64(got))
-                w = jnp.asarray(rng.standard_normal((2, 48, 80)), dtype)
-                packed = linear_packed(x[:, :80], pack(w), jnp.int32(1), out_dtype=jnp.float32)
-                limit = FIXED_TOLERANCE if dtype == jnp.bfloat16 else TOLERANCE
-                _compare(f"packed {case}", packed, _float64(x[:, :80]) @ _float64(w[1]).T, limit)
-        for window, soft_cap in ((None, None), (40, 20.0)):
-            _check_attention(rng, window, soft_cap)
+        results = run([case.inputs for case in cases])
+    for case, got in zip(cases, results):
+        error = float(np.abs(_float64(got) - case.want).max() / np.abs(case.want).max())
+        if not error <= case.limit:
+            raise WrongKernel(
+                f"the C++ {case.name} is off by {error:.2g} of the largest value; limit {case.limit}"
+            )
 
 
-def _check_attention(rng: np.random.Generator, window: int | None, soft_cap: float | None) -> None:
+def _linear_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def normal(dtype: np.dtype, *shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    second = np.int32(1)
+    for rows in (1, 3, 9):
+        for dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+            name = f"linear with {rows} rows of {dtype.name}"
+            x, w = normal(dtype, rows, 88), normal(dtype, 2, 37, 88)
+            want = _float64(x) @ _float64(w[1]).T
+            yield Case(name, partial(linear, out_dtype=jnp.float32), (x, w[1]), want)
+            yield Case(f"{name}, second layer", partial(linear, out_dtype=jnp.float32), (x, w, second), want)
+            x, w = x[:, :80], normal(dtype, 2, 48, 80)
+            want = _float64(x) @ _float64(w[1]).T
+            limit = FIXED_TOLERANCE if dtype == jnp.bfloat16 else TOLERANCE
+            yield Case(f"packed {name}", _packed, (x, w, second), want, limit)
+
+
+def _packed(x: jax.Array, w: jax.Array, layer: jax.Array) -> jax.Array:
+    return linear_packed(x, pack(w), layer, out_dtype=jnp.float32)
+
+
+def _small_cases(rng: np.random.Generator) -> Iterator[Case]:
+    x = rng.standard_normal((3, 46)).astype(np.float32)
+    a, up = np.split(_float64(x), 2, axis=1)
+    for name, z in (("silu", a), ("gelu_tanh", 2 * math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))):
+        yield Case(f"gate by {name}", partial(gate, activation=name), (x,), a / (1 + np.exp(-z)) * up)
+    pool = rng.standard_normal((2, 9, 2, 4)).astype(jnp.bfloat16)
+    new, at = rng.standard_normal((2, 2, 4)).astype(jnp.bfloat16), np.array([7, 2], np.int32)
+    want = pool.copy()
+    want[1, at] = new
+    yield Case("write_rows", write_rows, (pool, np.int32(1), new, at), _float64(want))
+
+
+def _attention_cases(
+    rng: np.random.Generator, window: int | None, soft_cap: float | None
+) -> Iterator[Case]:
     heads, kv_heads, dim, page_size = 4, 2, 32, 16
     context_lens, query_lens = np.array([75, 0, 130], np.int32), np.array([1, 0, 7], np.int32)
     table = rng.permutation(30).reshape(3, 10).astype(np.int32)
-    q = jnp.asarray(rng.standard_normal((3, 8, heads, dim)), jnp.float32)
-    k, v = (jnp.asarray(rng.standard_normal((30 * page_size, kv_heads, dim)), jnp.bfloat16) for _ in range(2))
-    attend = functools.partial(
-        paged_attention,
-        q,
-        page_table=jnp.asarray(table),
-        context_lens=jnp.asarray(context_lens),
-        query_lens=jnp.asarray(query_lens),
-        page_size=page_size,
-        scale=0.25,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    got = attend(k, v)
-    stacked = attend(jnp.stack([k * 0, k]), jnp.stack([v * 0, v]), layer=jnp.int32(1))
+    q = rng.standard_normal((3, 8, heads, dim)).astype(np.float32)
+    pools = rng.standard_normal((2, 2, 30 * page_size, kv_heads, dim)).astype(jnp.bfloat16)
+    k, v = pools[:, 1]
     want = np.zeros(q.shape)
     for b in range(3):
         slots = (table[b, :, None] * page_size + np.arange(page_size)).ravel()[: context_lens[b]]
@@ -70,16 +104,12 @@ def _check_attention(rng: np.random.Generator, window: int | None, soft_cap: flo
                 s = soft_cap * np.tanh(s / soft_cap) if soft_cap else s
                 p = np.exp(s - s.max())
                 want[b, i, h] = p @ _float64(v)[seen, head] / p.sum()
-    case = f"paged_attention with window {window} and soft cap {soft_cap}"
-    _compare(case, got, want)
-    _compare(f"{case}, second layer", stacked, _float64(got))
+    attend = partial(paged_attention, page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap)
+    name = f"paged_attention with window {window} and soft cap {soft_cap}"
+    rest = (table, context_lens, query_lens)
+    yield Case(name, attend, (q, k, v, *rest), want)
+    yield Case(f"{name}, second layer", attend, (q, *pools, *rest, np.int32(1)), want)
 
 
-def _float64(x: jax.Array) -> np.ndarray:
+def _float64(x: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
-
-
-def _compare(case: str, got: jax.Array, want: np.ndarray, limit: float = TOLERANCE) -> None:
-    error = float(np.abs(_float64(got) - want).max() / np.abs(want).max())
-    if not error <= limit:
-        raise WrongKernel(f"the C++ {case} is off by {error:.2g} of the largest value; limit {limit}")
