@@ -112,7 +112,7 @@ def load_engine(
         page_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_queued=options.max_num_queued_reqs,
-        max_prefill_tokens=options.max_num_batched_tokens or _default_prefill_tokens(),
+        max_prefill_tokens=_prefill_tokens(options.max_num_batched_tokens),
         max_queued_tokens=options.max_queued_tokens,
         queue_timeout_s=options.queue_timeout,
         step_timeout_s=options.step_timeout,
@@ -141,7 +141,10 @@ def load_engine(
     )
 
 
-def _default_prefill_tokens() -> int:
+def _prefill_tokens(chosen: int | None) -> int:
+    """`chosen`, or a default for this device."""
+    if chosen is not None:
+        return chosen
     return CPU_PREFILL_TOKENS if jax.default_backend() == "cpu" else EngineConfig.max_prefill_tokens
 
 

@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
     name: str
     run: Callable[..., jax.Array]
-    inputs: tuple[np.ndarray, ...]
+    inputs: tuple[np.ndarray | np.int32, ...]
     want: np.ndarray
     limit: float = TOLERANCE
 
