@@ -255,9 +255,10 @@ class CompletionRenderer(Renderer):
 
     def _open(self, index: int, choice: Choice) -> list[str]:
         echo, wants_ids = self._echo(choice), self._generation.return_token_ids
-        if not (echo or wants_ids):
+        entries = self._prompt_entries(choice)  # there may be some of a prompt without text: a BOS alone
+        if not (echo or wants_ids or entries):
             return []
-        logprobs = self._logprobs_json(self._prompt_entries(choice))
+        logprobs = self._logprobs_json(entries)
         opening = f'"text":{quote(echo)},"logprobs":{logprobs},"finish_reason":null,"stop_reason":null'
         if wants_ids:
             opening += f',"prompt_token_ids":{compact(self._prompt_ids(choice.prompt))},"token_ids":[]'

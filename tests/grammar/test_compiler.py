@@ -98,7 +98,9 @@ def test_whatever_is_picked_is_one_of_the_choices(options: list[str], rng: rando
 
 
 def test_every_character_can_stand_in_a_choice():
-    characters = [chr(i) for i in (*range(1, 0x300), 0x2028, 0x2029, 0xFEFF, 0xFFFD, 0x1F642, 0x10FFFF)]
+    # Every one that a notation could treat as its own, and the ends of each length in UTF-8.
+    others = (0x7FF, 0x800, 0x2028, 0x2029, 0xFEFF, 0xFFFD, 0xFFFF, 0x10000, 0x1F642, 0x10FFFF)
+    characters = [chr(i) for i in (*range(1, 0xA2), *others)]
     assert accepts(specs.choice(["".join(characters)], "x"), "".join(characters))
     assert accepts(specs.choice(characters, "x"), "\x7f")
 
