@@ -22,7 +22,7 @@ from jaxserve.runtime.shaping import shaping_bytes
 from jaxserve.runtime.state import kv_bytes_per_token
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate, chat_template
-from jaxserve.types import Event
+from jaxserve.types import Event, Pooling
 from jaxserve.weights.model_files import open_model
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class LaunchOptions:
     deterministic: bool = EngineConfig.deterministic
     decode_steps: int = EngineConfig.decode_steps
     max_logprobs: int = EngineConfig.max_logprobs
+    pooling: Pooling = EngineConfig.pooling
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     compile_cache: Path | None = None
@@ -122,6 +123,7 @@ def load_engine(
         deterministic=options.deterministic,
         decode_steps=options.decode_steps,
         max_logprobs=options.max_logprobs,
+        pooling=options.pooling,
     )
     log.info(
         "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d, "

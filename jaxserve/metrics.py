@@ -91,6 +91,7 @@ class Metrics:
             "prompt_tokens_cached", "Prompt tokens that the prefix cache gave."
         ).labels(**label)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(**label)
+        self.embeddings = counter("embeddings", "Texts embedded.").labels(**label)
         success = counter("request_success", "Requests ended, by reason.", "finished_reason")
         self.finished = {
             reason: success.labels(**label, finished_reason=reason)
@@ -170,6 +171,11 @@ class RequestTrack:
                 for _ in range(num_tokens):
                     metrics.inter_token_latency.observe(each_s)
             self._last_s = event.time_s
+        elif event.finish_reason == "length" and self._last_s is None:  # only the prompt was to be computed
+            metrics.prompt_tokens.inc(self._num_prompt)
+            metrics.prompt_tokens_cached.inc(event.num_cached_tokens)
+        if event.embedding is not None:
+            metrics.embeddings.inc()
         if event.finish_reason is not None:
             self._finish(event)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 WaitReason = Literal["slots", "pages"]
+Pooling = Literal["last", "mean"]  # of a prompt's hidden states, to its embedding
 
 # How much of a request's wishes the device keeps for a slot.
 MAX_LOGIT_BIAS = 1024  # ids of `logit_bias`
@@ -26,7 +27,7 @@ class SamplingParams:
     engine never has to. The random key of a token is fold_in(key(seed), position).
     """
 
-    max_tokens: int  # 0: compute the prompt, for its log-probabilities
+    max_tokens: int  # 0: compute the prompt, for its log-probabilities or its embedding
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -116,6 +117,7 @@ class Request:
     cache_salt: str | None = None  # prompts share cached pages only with prompts of the same salt
     grammar: Grammar | None = None  # picks are restricted to ids that it allows
     group: str | None = None  # requests of one group have one prompt: the first computes it for all
+    embeds: bool = False  # the answer is the prompt's embedding; `max_tokens` is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class Event(NamedTuple):  # one is made for every token: a dataclass takes three
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `token_ids`, one each, if the request asked for them
     # Of all prompt tokens, the first, which nothing predicts, being None; with the first id, if asked for.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    embedding: np.ndarray | None = None  # [H] float32 of length 1, read-only; with the end, if asked for
 
 
 # Upper bounds of the durations of steps that are counted together.

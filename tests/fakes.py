@@ -11,10 +11,11 @@ import numpy as np
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.plan import MAX_END_IDS, MaskSource, Plan, Row, Step, StepResult
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.types import SamplingParams, TokenLogprobs
+from jaxserve.types import Pooling, SamplingParams, TokenLogprobs
 
 UNWRITTEN = -1
 MOST_IDS = 270  # of the fake model, the fake tokenizer's included
+HIDDEN = 5  # numbers of its hidden states
 GARBAGE = -7  # what padding rows write, and what rows that don't sample or are skipped return
 
 EOS, BOS, TURN = 0, 1, 2
@@ -97,6 +98,18 @@ class FakeModel:
         top = sorted(range(MOST_IDS), key=lambda i: (-figures[i], i))[:count]
         rank = 1 + sum(figure > figures[token_id] for figure in figures)
         return TokenLogprobs(token_id, figures[token_id], rank, tuple(top), tuple(figures[i] for i in top))
+
+
+    def hidden(self, context: Sequence[int]) -> np.ndarray:
+        """Its normed hidden state [H] after `context`; whole numbers, so that sums are exact in any order."""
+        key = hash(tuple(context))
+        return np.array([(hash((key, i)) >> 7) % 2001 - 1000 for i in range(HIDDEN)], np.float32)
+
+    def embedding(self, prompt_ids: Sequence[int], pooling: Pooling) -> np.ndarray:
+        """What a request for the embedding of the prompt gets."""
+        ends = [len(prompt_ids)] if pooling == "last" else range(1, len(prompt_ids) + 1)
+        pooled = sum(self.hidden(prompt_ids[:end]).astype(np.float64) for end in ends) / len(ends)
+        return (pooled / np.sqrt((pooled**2).sum())).astype(np.float32)
 
 
 @dataclass
@@ -200,7 +213,19 @@ class FakeRunner:
                 )
                 for row, slot in zip(step.rows, slots)
             )
-        return StepResult(tuple(ids), logprobs, prompt_logprobs)
+        return StepResult(tuple(ids), logprobs, prompt_logprobs, self._pooled(step, slots))
+
+    def _pooled(self, step: Step, slots: Sequence[_Slot]) -> np.ndarray | None:
+        if not any(row.num_pooled for row in step.rows):
+            return None
+        pooled = np.zeros((len(step.rows), HIDDEN), np.float32)
+        for n, (row, slot) in enumerate(zip(step.rows, slots)):
+            assert 0 <= row.num_pooled <= row.query_len
+            end = row.start + row.query_len
+            context = [self._read(slot, position) for position in range(end)]
+            for position in range(end - row.num_pooled, end):
+                pooled[n] += self.model.hidden(context[: position + 1])
+        return pooled
 
     def _score(self, slot: _Slot, end: int, token_id: int, count: int | None) -> TokenLogprobs | None:
         if count is None:

@@ -160,7 +160,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
     )
 
 
-def launch_options(args: argparse.Namespace) -> LaunchOptions:
+def launch_options(args: argparse.Namespace, **more: Any) -> LaunchOptions:
+    """What the flags say, and `more` that only the command itself has flags for."""
     from jaxserve.launch import LaunchOptions
 
     return LaunchOptions(
@@ -185,6 +186,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         linear_backend=args.linear_backend,
         compile_cache=args.compile_cache,
         chat_template=args.chat_template,
+        **more,
     )
 
 

@@ -83,6 +83,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="think: what stands between <think> tags is given as reasoning_content; auto: if the model "
         "knows these tags",
     )
+    server.add_argument(
+        "--pooling", choices=("last", "mean"), default=EngineConfig.pooling,
+        help="what /v1/embeddings takes of a text: the hidden state of its last token, or the mean over all",
+    )
     _add_security_flags(parser)
     add_engine_flags(parser, max_num_seqs=EngineConfig.max_num_seqs)
     parser.set_defaults(run=run)
@@ -148,7 +152,8 @@ def run(args: argparse.Namespace) -> int:
         from jaxserve.launch import load_engine
 
         with ConsoleProgress() as progress:
-            loaded = load_engine(launch_options(args), deliver=deliver, progress=progress)
+            chosen = launch_options(args, pooling=args.pooling)
+            loaded = load_engine(chosen, deliver=deliver, progress=progress)
         model = served_model(
             loaded,
             args.served_model_name,

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Literal
 
 from jaxserve.errors import ConfigError
+from jaxserve.types import Pooling
 
 Shape = tuple[int, int]  # (B, Q)
 # A better `max_prefill_tokens` where the device is a CPU: there more rows make a step no more efficient, only
@@ -51,6 +52,7 @@ class EngineConfig:
     prefix_alignment: int | None = None  # hits end at a multiple of so many tokens; None: of page_size
     deterministic: bool = False  # a request's bits don't depend on others; see docs/determinism.md
     max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
+    pooling: Pooling = "last"  # an embedding is the hidden state of the last token, or the mean over all
     prefill_step_cost: int = 64  # fixed cost of one more prefill step, in padded tokens
     decode_buckets: tuple[int, ...] = ()  # B, ascending
     prefill_buckets: tuple[Shape, ...] = ()  # (B, Q), cheapest first
@@ -62,6 +64,7 @@ class EngineConfig:
                 _require_int(item.name, getattr(self, item.name), lowest)
         _require_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _require_one_of("admission", self.admission, ("optimistic", "reserve"))
+        _require_one_of("pooling", self.pooling, ("last", "mean"))
         _require_seconds("step_timeout_s", self.step_timeout_s)
         if self.queue_timeout_s is not None:
             _require_seconds("queue_timeout_s", self.queue_timeout_s)

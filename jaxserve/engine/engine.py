@@ -17,6 +17,7 @@ from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.intake import Intake
 from jaxserve.engine.output import OutputProcessor
 from jaxserve.engine.plan import Runner, Step, StepResult
+from jaxserve.engine.pooling import unit_vector
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_times import StepTimes
@@ -29,6 +30,7 @@ from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline, 
 logger = logging.getLogger(__name__)
 
 DIVERGED = "the answer could not be repeated after a preemption: the device is not deterministic"
+NO_DIRECTION = "the prompt has no embedding: its hidden states are not finite, or all zero"
 GRACE_S = 10.0  # how long past a deadline the engine thread may be held up by the device
 
 
@@ -312,7 +314,7 @@ class Engine:
                 continue
             figures = _figures(seq)
             if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
-                self._end(live, "length", now, **figures)
+                self._end_prompt(live, now, figures)
                 continue
             try:
                 text, finish_reason, stop_reason = live.output.add(token_id)
@@ -341,6 +343,15 @@ class Engine:
                     **figures,
                 )
             )
+
+    def _end_prompt(self, live: _Live, now: float, figures: dict[str, Any]) -> None:
+        """The end of a request of which only the prompt was to be computed."""
+        if live.seq.pooled is not None:
+            figures["embedding"] = unit_vector(live.seq.pooled)
+            if figures["embedding"] is None:
+                self._end(live, "error", now, error=NO_DIRECTION)
+                return
+        self._end(live, "length", now, **figures)
 
     def _abort(self, live: _Live, now: float) -> None:
         try:
@@ -425,6 +436,7 @@ def _last_event(
     error: str | None = None,
     logprobs: tuple[TokenLogprobs, ...] = (),
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
+    embedding: np.ndarray | None = None,
 ) -> Event:
     if seq is None:
         timeline = Timeline(request.arrival_s, finished_s=now)
@@ -444,6 +456,7 @@ def _last_event(
         timeline=timeline,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        embedding=embedding,
     )
 
 

@@ -50,6 +50,7 @@ class Row(NamedTuple):  # one is made for every row of every step: a dataclass t
     # Prompt ids to score, each after its query: the first one after query `first_target`.
     targets: tuple[int, ...] = ()
     first_target: int = 0
+    num_pooled: int = 0  # of its queries, the last ones: their hidden states go into an embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,9 @@ class StepResult:
     # By row, where its sequence asked for log-probabilities; () when no row did.
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the sampled id
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of the row's targets
+    # [rows, H]: of each row the sum over its `num_pooled` queries of the normed hidden states; None: no row
+    # has any.
+    pooled: np.ndarray | None = None
 
 
 MaskSource = Callable[[Step], np.ndarray | None]

@@ -116,7 +116,8 @@ class Scheduler:
         most_cached = len(request.prompt_ids) + max(1, request.params.max_tokens) - 1
         place = rank(request, self._num_added, self._config.scheduling_policy)
         end_ids = self._end_ids(request.params)
-        seq = Sequence(request, self._config.pages_for(most_cached), place, end_ids)
+        pooling = self._config.pooling if request.embeds else None
+        seq = Sequence(request, self._config.pages_for(most_cached), place, end_ids, pooling)
         assert seq.most_pages <= self._config.pages_per_seq, f"{seq} is over max_model_len"
         self._num_added += 1
         self._waiting.add(seq)
@@ -205,6 +206,8 @@ class Scheduler:
                     self._kv.take_for(seq, row)
                     if row.targets:
                         seq.num_scored = row.start + row.first_target + len(row.targets)
+                    if row.num_pooled:
+                        seq.num_pooled = row.start + row.query_len
                 seqs.append(seq)
         owners = iter(seqs)
         for step in plan.steps:
@@ -239,6 +242,9 @@ class Scheduler:
             for n, (row, ids, seq) in enumerate(zip(step.rows, batches, owners)):
                 if row.targets:
                     seq.prompt_logprobs.extend(result.prompt_logprobs[n])
+                if row.num_pooled:
+                    assert result.pooled is not None, "a step that pools brought nothing"
+                    seq.add_pooled(result.pooled[n])
                 if not row.sample:
                     continue
                 if tells_logprobs:
@@ -399,6 +405,7 @@ class Scheduler:
             history=None if seq.num_told_pages else self._history(seq),
             targets=targets,
             first_target=first_target,
+            num_pooled=seq.num_to_pool(start, end),
         )
 
     def _history(self, seq: Sequence) -> History | None:

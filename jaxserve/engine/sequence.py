@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+import numpy as np
+
 from jaxserve.engine.prefix import Chain
-from jaxserve.types import Request, TokenLogprobs
+from jaxserve.types import Pooling, Request, TokenLogprobs
 
 Rank = tuple[float, int]  # place in line, lower is sooner
 
@@ -47,6 +49,7 @@ class Sequence:
         "num_cached",
         "num_hit",
         "num_launched_outputs",
+        "num_pooled",
         "num_prompt",
         "num_read_outputs",
         "num_scored",
@@ -54,6 +57,8 @@ class Sequence:
         "num_told_pages",
         "output_ids",
         "pages",
+        "pooled",
+        "pooling",
         "prompt_logprobs",
         "rank",
         "register_at",
@@ -64,9 +69,13 @@ class Sequence:
         "state",
     )
 
-    def __init__(self, request: Request, most_pages: int, rank: Rank, end_ids: tuple[int, ...] = ()):
+    def __init__(
+        self, request: Request, most_pages: int, rank: Rank, end_ids: tuple[int, ...] = (),
+        pooling: Pooling | None = None,
+    ):  # fmt: skip
         self.request = request
         self.end_ids = end_ids  # after one of them the device skips the rows of this sequence
+        self.pooling = pooling  # how to make its prompt's embedding; None: nobody asks for one
         params = request.params
         # Only the sampler looks at its logits, so that several decode steps may share a launch.
         self.is_plain = params.logprobs is None and not params.is_shaped and request.grammar is None
@@ -90,6 +99,8 @@ class Sequence:
         self.output_ids: list[int] = []
         self.num_scored = 0  # positions whose next prompt id is scored by launched steps
         self.prompt_logprobs: list[TokenLogprobs] = []  # of these, as far as they came back
+        self.num_pooled = 0  # positions whose part of the embedding is made by launched steps
+        self.pooled: np.ndarray | None = None  # [H] float64, the sum of these parts, as far as they came back
         self.last_logprobs: TokenLogprobs | None = None  # of the last of output_ids
         self.has_diverged = False  # a replay gave another id than the one in output_ids; it ends at once
         self.admitted_s: float | None = None
@@ -112,11 +123,24 @@ class Sequence:
 
     @property
     def hit_limit(self) -> int:
-        """Up to this position KV from the cache will do. Where the prompt is yet to be scored it won't:
-        scores come from hidden states, which nobody keeps."""
-        if self.request.params.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1:
-            return self.num_to_prefill - 1  # the last token is computed, for its logits
-        return self.num_scored
+        """Up to this position KV from the cache will do. Where the prompt is yet to be scored, or to go into
+        a mean, it won't: these are made from hidden states, which nobody keeps."""
+        limit = self.num_to_prefill - 1  # the last token is computed, for its logits
+        if self.request.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1:
+            limit = min(limit, self.num_scored)
+        if self.pooling == "mean":
+            limit = min(limit, self.num_pooled)
+        return limit
+
+    def num_to_pool(self, start: int, end: int) -> int:
+        """How many of the positions [start, end) that a row computes go into the embedding: the last ones."""
+        if self.pooling == "mean":
+            return max(0, end - max(start, self.num_pooled))
+        return int(self.pooling == "last" and end == self.num_prompt)
+
+    def add_pooled(self, part: np.ndarray) -> None:
+        """Take in what a row gave of the embedding [H]."""
+        self.pooled = part.astype(np.float64) if self.pooled is None else self.pooled + part
 
     def replay(self) -> None:
         """Begin again from the prompt. The ids that come back are known until they are as many as before."""

@@ -26,6 +26,11 @@ def check_request(
         raise RequestError(f"the prompt is empty: it needs at least one token; {limit}", param="prompt")
     if params.max_tokens < 0:
         raise RequestError(f"max_tokens={params.max_tokens} must be at least 0", param="max_tokens")
+    if request.embeds and params.max_tokens:
+        raise RequestError(
+            f"max_tokens={params.max_tokens} must be 0 with embeds: the answer is a vector",
+            param="max_tokens",
+        )
     if len(prompt_ids) >= config.max_model_len + (params.max_tokens == 0):
         raise ContextLengthError(
             f"{limit}, but the prompt has {len(prompt_ids)} and at least one must be left for the output; "

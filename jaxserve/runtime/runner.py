@@ -25,7 +25,7 @@ from jaxserve.models.decoder import DType, abstract_decoder
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
 from jaxserve.runtime import logprobs as scoring
-from jaxserve.runtime import shaping
+from jaxserve.runtime import pooling, shaping
 from jaxserve.runtime.determinism import RowCheck, require_deterministic_device
 from jaxserve.runtime.executables import Executables, fingerprint, without_jax_cache
 from jaxserve.runtime.state import kv_shapes, state_shapes, zeros
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 SAMPLERS = ("greedy", "random")
 # ("prefill" | "decode", B, Q); ("greedy" | "random" | "logprobs" | "shape" | "count", B, 1); ("admit", 1, 1);
-# ("score", 1, 1); ("gather", T, 1) for T = B * Q; ("loop_greedy" | "loop_random", B, decode_steps)
+# ("score" | "pool", 1, 1); ("gather", T, 1) for T = B * Q; ("loop_greedy" | "loop_random", B, decode_steps)
 Key = tuple[str, int, int]
 
 
@@ -50,6 +50,7 @@ class Launched:
     logprobs: jax.Array | None  # of the ids, packed as in runtime/logprobs.py; None: no row asks for them
     scores: jax.Array | None  # of the rows' targets, the same
     params: tuple[SamplingParams, ...]  # by row
+    pooled: jax.Array | None = None  # [R, H] of hidden states, see runtime/pooling.py; None: no row asks
 
 
 Handle = list[Launched]
@@ -131,7 +132,8 @@ class ModelRunner:
         nothing = np.full((2, scoring.num_scored(self.config, self.model.vocab_size)), -1, np.int32)
         hidden = np.zeros((num_tokens, self.model.hidden_size), np.float32)
         states = self._steps["gather", num_tokens, 1](hidden, nothing)
-        jax.block_until_ready(self._steps["score", 1, 1](self._leaves, states, nothing))
+        for kind in ("score", "pool"):
+            jax.block_until_ready(self._steps[kind, 1, 1](self._leaves, states, nothing))
         if (iterations := self.config.decode_steps) > 1:
             for sampler in SAMPLERS:
                 ids = self._loop(Step("decode", batch, 1, (), iterations), sampler)
@@ -178,7 +180,8 @@ class ModelRunner:
                 logprobs = self._steps["logprobs", step.batch, 1](logits, ids)
                 logprobs.copy_to_host_async()
             scores = self._score(step, hidden) if step.kind == "prefill" else None
-            handle.append(Launched(step, ids, logprobs, scores, params))
+            pooled = self._pool(step, hidden) if step.kind == "prefill" else None
+            handle.append(Launched(step, ids, logprobs, scores, params, pooled))
         return handle
 
     def _loop(self, step: Step, sampler: str) -> jax.Array:
@@ -207,12 +210,17 @@ class ModelRunner:
 
     def _score(self, step: Step, hidden: jax.Array) -> jax.Array | None:
         wanted = scoring.pack_targets(step, self.config, self.model.vocab_size)
-        if wanted is None:
-            return None
+        return None if wanted is None else self._reduce("score", step, hidden, wanted)
+
+    def _pool(self, step: Step, hidden: jax.Array) -> jax.Array | None:
+        wanted = pooling.pack_pooled(step, self.config, self.model.vocab_size)
+        return None if wanted is None else self._reduce("pool", step, hidden, wanted)
+
+    def _reduce(self, kind: str, step: Step, hidden: jax.Array, wanted: np.ndarray) -> jax.Array:
         states = self._steps["gather", step.batch * step.queries, 1](hidden, wanted)
-        scores = self._steps["score", 1, 1](self._leaves, states, wanted)
-        scores.copy_to_host_async()
-        return scores
+        found = self._steps[kind, 1, 1](self._leaves, states, wanted)
+        found.copy_to_host_async()
+        return found
 
     def fetch(self, handle: Handle) -> tuple[StepResult, ...]:
         """Wait for the ids of a launch, and the log-probabilities that were asked for."""
@@ -230,7 +238,8 @@ def _result(launched: Launched) -> StepResult:
     if launched.scores is not None:
         counts = [one.prompt_logprobs for one in launched.params]
         prompt_logprobs = scoring.of_targets(np.asarray(launched.scores), step, counts)
-    return StepResult(ids, logprobs, prompt_logprobs)
+    pooled = None if launched.pooled is None else np.asarray(launched.pooled)[: len(step.rows)]
+    return StepResult(ids, logprobs, prompt_logprobs, pooled)
 
 
 def sampler_kind(sampled: Iterable[SamplingParams]) -> str:
@@ -250,6 +259,7 @@ def shapes(config: EngineConfig) -> list[Key]:
         *(("random", batch, 1) for batch in batches),
         *sorted(prefill + decode, key=lambda key: -key[1] * key[2]),
         ("score", 1, 1),
+        ("pool", 1, 1),
         *(("gather", count, 1) for count in num_tokens),
         *((kind, batch, 1) for kind in ("logprobs", "shape", "greedy", "count") for batch in batches),
         ("admit", 1, 1),
@@ -329,6 +339,7 @@ def compile_steps(
         "logprobs": jax.jit(scoring.make_logprobs(config)),
         "score": jax.jit(scoring.make_scorer(decoder, config, backend)),
         "gather": jax.jit(scoring.gather),
+        "pool": jax.jit(pooling.make_pooler(decoder, config)),
     }
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -339,12 +350,12 @@ def compile_steps(
         kind, batch, _ = key
         if kind in forward or kind in loops:
             return abstract, kv, state, jax.ShapeDtypeStruct(layout.packed_shape(*key, config), jnp.int32)
-        if kind in ("score", "gather"):
+        if kind in ("score", "pool", "gather"):
             num_scored = scoring.num_scored(config, vocab_size)
             wanted = jax.ShapeDtypeStruct((2, num_scored), jnp.int32)
-            rows = num_scored if kind == "score" else batch
+            rows = batch if kind == "gather" else num_scored
             hidden = jax.ShapeDtypeStruct((rows, hidden_size), jnp.float32)
-            return (abstract, hidden, wanted) if kind == "score" else (hidden, wanted)
+            return (hidden, wanted) if kind == "gather" else (abstract, hidden, wanted)
         if kind == "admit":
             return slots_shaping, jax.ShapeDtypeStruct((), jnp.int32), shaping.slot_shapes(vocab_size)
         logits, ids = (

@@ -11,6 +11,7 @@ from jaxserve.errors import RequestError
 from jaxserve.server.answer import chat_completions, completions
 from jaxserve.server.errors import HttpError, body_too_large, error_response, json_errors
 from jaxserve.server.openapi import openapi_text
+from jaxserve.server.routes.embeddings import embeddings
 from jaxserve.server.routes.responses import responses
 from jaxserve.server.routes.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.security import KEYS, ORIGINS, Keys, add_cors_headers, check_key, guard
@@ -21,6 +22,7 @@ POSTS = {
     "/completions": completions,
     "/chat/completions": chat_completions,
     "/responses": responses,
+    "/embeddings": embeddings,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }

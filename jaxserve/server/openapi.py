@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 import jaxserve
 from jaxserve.server.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody, answers
 from jaxserve.server.schema.body import Body
+from jaxserve.server.schema.embeddings import REFUSED_EMBEDDINGS, EmbeddingsBody
 from jaxserve.server.schema.responses import REFUSED_RESPONSES, ResponsesBody
 from jaxserve.server.schema.tokens import REFUSED_TOKENIZE, DetokenizeBody, TokenizeBody
 
@@ -59,6 +60,8 @@ ROUTES = (
           ChatBody, REFUSED_CHAT, streams=True),
     Route("post", "/v1/responses", "Answer a chat, in the newer shape.", answers.ResponsesAnswer,
           _ENGINE_ERRORS, ResponsesBody, REFUSED_RESPONSES, streams=True),
+    Route("post", "/v1/embeddings", "Texts as vectors.", answers.EmbeddingsAnswer, _ENGINE_ERRORS,
+          EmbeddingsBody, REFUSED_EMBEDDINGS),
     Route("post", "/v1/tokenize", "The ids of a text or a chat.", answers.TokenizeAnswer, _TEXT_ERRORS,
           TokenizeBody, REFUSED_TOKENIZE),
     Route("post", "/v1/detokenize", "The text of ids.", answers.DetokenizeAnswer, _TEXT_ERRORS,

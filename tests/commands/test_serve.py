@@ -36,7 +36,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
         "--no-enable-prefix-caching --admission reserve "
         "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority --step-timeout 9 "
-        "--decode-steps 4 --deterministic --max-logprobs 0"
+        "--decode-steps 4 --deterministic --max-logprobs 0 --pooling mean"
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
@@ -46,7 +46,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,
         "admission": "reserve", "max_queued_tokens": 900, "queue_timeout": 2.5,
         "scheduling_policy": "priority", "step_timeout": 9, "decode_steps": 4,
-        "deterministic": True, "max_logprobs": 0,
+        "deterministic": True, "max_logprobs": 0, "pooling": "mean",
     }  # fmt: skip
     options = fake_launch.server_options
     assert (options.host, options.port, options.shutdown_timeout_s) == ("0.0.0.0", 0, 7)

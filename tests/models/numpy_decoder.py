@@ -32,6 +32,12 @@ def _gelu_tanh(x: np.ndarray) -> np.ndarray:
 
 def logits(config: Mapping[str, Any], tensors: Tensors, ids: Sequence[int]) -> np.ndarray:
     """Logits [T, V] after each of `ids`, every one seeing itself and those before it."""
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    return hidden(config, tensors, ids) @ head.astype(np.float64).T
+
+
+def hidden(config: Mapping[str, Any], tensors: Tensors, ids: Sequence[int]) -> np.ndarray:
+    """Normed hidden states [T, H], which logits are made from."""
     w = {name: values.astype(np.float64) for name, values in tensors.items()}
     gemma = config["architectures"] == GEMMA3["architectures"]
     if gemma:  # stored minus one
@@ -71,5 +77,4 @@ def logits(config: Mapping[str, Any], tensors: Tensors, ids: Sequence[int]) -> n
         if gemma:
             mixed = _norm(mixed, p("post_feedforward_layernorm"), eps)
         x = x + mixed
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return _norm(x, w["model.norm.weight"], eps) @ head.T
+    return _norm(x, w["model.norm.weight"], eps)

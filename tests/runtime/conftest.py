@@ -50,6 +50,19 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _load("gemma3", tmp_path_factory.mktemp("tiny"))
 
 
+# Chunks of 10 and prompts of up to 40: what is after a position is often the first token of the next chunk.
+CHUNKED = EngineConfig(
+    max_model_len=48, num_pages=40, page_size=4, max_num_seqs=3, max_prefill_tokens=30, max_logprobs=6,
+    decode_buckets=(3,), prefill_buckets=((3, 10),),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def chunked(gemma3: Tiny) -> tuple[Tiny, ModelRunner]:
+    """A model, and a runner of it for CHUNKED: one for several modules, as it takes seconds to compile."""
+    return gemma3, gemma3.runner(CHUNKED, choose(head_dim=gemma3.model.head_dim))
+
+
 @pytest.fixture(scope="session", params=["xla", "native"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "xla":

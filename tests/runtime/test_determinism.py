@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import determinism
 from jaxserve.runtime.determinism import RowCheck, require_deterministic_device
-from jaxserve.types import SamplingParams
+from jaxserve.types import Event, Request, SamplingParams
+from tests.fakes import FakeTokenizer
 from tests.models.tiny import VOCAB
 from tests.runtime.bits import Recorder, Told
 from tests.runtime.conftest import Tiny
@@ -81,6 +83,32 @@ def test_a_hit_of_a_whole_chunk_has_the_bits_of_a_miss(recorder):
     (first, second), _ = recorder.answer(CONFIG, [job, follower])
     assert (first.num_cached, second.num_cached) == (0, 32)
     assert replace(second, num_cached=0) == first
+
+
+def embeddings(recorder: Recorder, config: EngineConfig, prompts: list[tuple[int, ...]]) -> list[bytes]:
+    """The vectors of prompts that are embedded together, one being preempted now and then."""
+    events: list[Event] = []
+    engine = Engine(config, recorder, FakeTokenizer(), deliver=events.extend, eos_ids=frozenset())
+    engine.start(in_thread=False)
+    for n, prompt in enumerate(prompts):
+        engine.submit(Request(str(n), prompt, SamplingParams(0, temperature=0.0), arrival_s=0.0, embeds=True))
+    turn = 0
+    while engine.turn():
+        turn += 1
+        running = list(engine._scheduler._running())
+        if turn % 2 == 0 and len(running) > 1:
+            engine._scheduler.preempt(running[0])
+    assert (engine.stats().num_preemptions > 0) == (len(prompts) > 1)
+    found = {int(event.request_id): event.embedding for event in events}
+    return [found[n].tobytes() for n in range(len(prompts))]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_vector_has_the_same_bits_in_any_company_and_after_preemptions(recorder, pooling):
+    config = replace(CONFIG, pooling=pooling)
+    prompts = [job.prompt_ids for job in random_jobs(np.random.default_rng(7), 6)]
+    alone = [embeddings(recorder, config, [prompt])[0] for prompt in prompts]
+    assert embeddings(recorder, config, prompts) == alone
 
 
 def steps(config: EngineConfig, crooked: str) -> dict[tuple[str, int, int], object]:

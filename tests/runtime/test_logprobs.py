@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.models.decoder import abstract_decoder
-from jaxserve.ops.backend import XLA, choose
+from jaxserve.ops.backend import XLA
 from jaxserve.ops.logprobs import BLOCK_BYTES, block_rows, score, score_rows
 from jaxserve.runtime.compilations import CompilationCounter
 from jaxserve.runtime.logprobs import make_logprobs, make_scorer, num_scored
@@ -21,13 +20,7 @@ from jaxserve.types import Event, Request, SamplingParams
 from tests.fakes import FakeTokenizer
 from tests.models import numpy_decoder
 from tests.models.tiny import VOCAB
-from tests.runtime.conftest import Tiny
-
-# Chunks of 10 and prompts of up to 40: a target is often the first token of the next chunk.
-CONFIG = EngineConfig(
-    max_model_len=48, num_pages=40, page_size=4, max_num_seqs=3, max_prefill_tokens=30, max_logprobs=6,
-    decode_buckets=(3,), prefill_buckets=((3, 10),),
-)  # fmt: skip
+from tests.runtime.conftest import CHUNKED
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -95,11 +88,6 @@ def test_the_memory_of_scoring_sampled_tokens_is_that_of_few_passes_over_the_log
 # Through the engine.
 
 
-@pytest.fixture(scope="module")
-def served(gemma3: Tiny) -> tuple[Tiny, ModelRunner]:
-    return gemma3, gemma3.runner(CONFIG, choose(head_dim=gemma3.model.head_dim))
-
-
 def serve(config: EngineConfig, runner: ModelRunner, jobs: list[tuple[tuple[int, ...], SamplingParams]]):
     """Each job's events, all jobs being in the engine at the same time."""
     events: list[Event] = []
@@ -117,8 +105,8 @@ def serve(config: EngineConfig, runner: ModelRunner, jobs: list[tuple[tuple[int,
     return [[event for event in events if event.request_id == str(n)] for n in range(len(jobs))]
 
 
-def test_whatever_shares_the_device_each_token_is_scored_as_alone(served):
-    tiny, runner = served
+def test_whatever_shares_the_device_each_token_is_scored_as_alone(chunked):
+    tiny, runner = chunked
     rng = np.random.default_rng(3)
     stem = rng.integers(VOCAB, size=20).tolist()
     jobs = []
@@ -133,7 +121,7 @@ def test_whatever_shares_the_device_each_token_is_scored_as_alone(served):
     counter = CompilationCounter()
     try:
         with jax.no_tracing():
-            answers = serve(CONFIG, runner, jobs)
+            answers = serve(CHUNKED, runner, jobs)
         assert counter.count == 0
     finally:
         counter.close()
@@ -162,8 +150,8 @@ def test_whatever_shares_the_device_each_token_is_scored_as_alone(served):
     assert num_compared > 80
 
 
-def test_steps_without_a_row_that_asks_launch_no_such_program(served):
-    _, runner = served
+def test_steps_without_a_row_that_asks_launch_no_such_program(chunked):
+    _, runner = chunked
     programs, launched = runner._steps, []
 
     class Watched(dict):
@@ -174,9 +162,9 @@ def test_steps_without_a_row_that_asks_launch_no_such_program(served):
     runner._steps = Watched()
     try:
         plain = SamplingParams(4, temperature=0.0)
-        serve(CONFIG, runner, [((1, 2, 3), plain)])
+        serve(CHUNKED, runner, [((1, 2, 3), plain)])
         assert set(launched) == {"prefill", "decode", "greedy"}
-        serve(CONFIG, runner, [((1, 2, 3), replace(plain, logprobs=1, prompt_logprobs=1))])
+        serve(CHUNKED, runner, [((1, 2, 3), replace(plain, logprobs=1, prompt_logprobs=1))])
         assert launched.count("score") == 1
         assert launched.count("logprobs") == 4
     finally:

@@ -23,7 +23,7 @@ NAMES = [
     "kv_cache_cached_perc", "num_queued_tokens", "tokens_per_second",
     "slow_steps_total", "invariant_violations_total", "num_preemptions_total",
     "num_requests_waiting_by_reason",
-    "generation_tokens_total", "request_success_total", "admission_rejections_total",
+    "generation_tokens_total", "embeddings_total", "request_success_total", "admission_rejections_total",
     "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
     "request_queue_time_seconds_count", "request_prefill_time_seconds_count",

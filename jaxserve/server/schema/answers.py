@@ -108,6 +108,25 @@ class ResponsesAnswer(Answer):
     store: Literal[False]
 
 
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int  # of the text in `input`
+    embedding: list[float] | str  # numbers, or their bytes in base64
+
+
+class EmbeddingsUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingsAnswer(Answer):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
 class TokenizeAnswer(Answer):
     count: int
     max_model_len: int
