@@ -293,9 +293,9 @@ import signal, sys, time
 open({notes!r}, "a").write(" ".join(sys.argv[1:]) + "\\n")
 if "--fail" in sys.argv:
     sys.exit("error: no such model")
-print("fake is ready at http://127.0.0.1:9; try:  curl x", flush=True)
 try:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # before anybody may stop it
+    print("fake is ready at http://127.0.0.1:9; try:  curl x", flush=True)
     time.sleep(600)
 finally:
     open({notes!r}, "a").write("stopped\\n")
