@@ -89,13 +89,15 @@ def runner() -> SteeredRunner:
 
 @pytest.fixture
 def engine(inbox: Inbox, runner: SteeredRunner) -> Iterator[Engine]:
+    others = set(threading.enumerate())  # of servers that other tests share
     engine = Engine(CONFIG, runner, TOKENIZER, deliver=inbox.deliver, vocab_size=TOKENIZER.vocab_size)
     engine.start()
     yield engine
     runner.gate.set()
     inbox.gate.set()
     engine.stop()
-    assert not {"jaxserve-engine", "jaxserve-watchdog"} & {thread.name for thread in threading.enumerate()}
+    left = {thread.name for thread in set(threading.enumerate()) - others}
+    assert not {"jaxserve-engine", "jaxserve-watchdog"} & left
 
 
 def request(name: str, num_prompt: int = 5, max_tokens: int = 10, **params) -> Request:
