@@ -51,7 +51,9 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(0)  # pause_writing tells of every byte that can't be sent at once
+        # pause_writing tells of whatever can't be sent at once. Not 0: TLS transports pause at the limit,
+        # plain ones above it, so with 0 TLS would pause with nothing to send, and nothing would resume it.
+        transport.set_write_buffer_limits(high=1, low=0)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -18,6 +19,7 @@ from jaxserve.cli import main
 from jaxserve.commands.serve import is_loopback
 from jaxserve.errors import ConfigError
 from jaxserve.server.errors import Unauthorized
+from jaxserve.server.http import Connection
 from jaxserve.server.lifecycle import ServerOptions
 from jaxserve.server.security import Keys, gather_keys
 from jaxserve.server.tls import ssl_context
@@ -230,6 +232,28 @@ def test_the_server_speaks_tls_with_the_certificate_it_was_given():
         with running.connect() as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert not read_all(plain).startswith(b"HTTP")
+
+
+def test_tls_streams_end_every_time():
+    # TLS transports of asyncio pause their protocol when as many bytes wait as the limit says: also none.
+    options = ServerOptions(port=0, ssl_certfile=TLS / "cert.pem", ssl_keyfile=TLS / "key.pem")
+    trusting = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+    post = raw_post("/v1/completions", {**BODY, "stream": True}, headers="Connection: close\r\n")
+    limits = []
+    with RunningServer(options=options) as running, pytest.MonkeyPatch.context() as patch:
+        made = Connection.connection_made
+
+        def note_limits(self: Connection, transport: asyncio.Transport) -> None:
+            made(self, transport)
+            limits.append(transport.get_write_buffer_limits())
+
+        patch.setattr(Connection, "connection_made", note_limits)
+        for _ in range(10):
+            plain = running.connect()
+            with plain, trusting.wrap_socket(plain, server_hostname="localhost") as secure:
+                secure.sendall(post)
+                assert read_all(secure).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert limits == [(0, 1)] * 10
 
 
 def test_certificates_that_can_not_be_used_are_refused_at_start(tmp_path):
