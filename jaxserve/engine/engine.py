@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.deadlines import Deadlines
+from jaxserve.engine.events import figures_of, last_event, token_event
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.intake import Intake
 from jaxserve.engine.output import OutputProcessor
@@ -25,7 +26,7 @@ from jaxserve.engine.throughput import Throughput
 from jaxserve.engine.validation import check_request
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.tokenizer.base import Tokenizer
-from jaxserve.types import EngineStats, Event, FinishReason, Request, Timeline, TokenLogprobs
+from jaxserve.types import EngineStats, Event, FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class Engine:
             ended_well = ended_well and not self._thread.is_alive()
         now = time.monotonic()
         message = f"the engine was stopped, and the device did not answer for {GRACE_S:g} s"
-        left = [_last_event(r, None, "error", now, error=message) for r in self._intake.close("stopped")]
+        left = [last_event(r, None, "error", now, error=message) for r in self._intake.close("stopped")]
         if left:
             self._deliver(left)
             self._intake.settle()
@@ -299,7 +300,7 @@ class Engine:
         except Exception as error:
             logger.exception("request %s can't begin", request.request_id)
             self._ended_ids.append(request.request_id)
-            self._events.append(_last_event(request, None, "error", now, error=_describe(error)))
+            self._events.append(last_event(request, None, "error", now, error=_describe(error)))
             return
         self._live[request.request_id] = _Live(self._scheduler.add(request), output)
         self._deadlines.add(request)
@@ -312,7 +313,7 @@ class Engine:
                 logger.error("request %s got other ids after a preemption", seq.request.request_id)
                 self._end(live, "error", now, error=DIVERGED)
                 continue
-            figures = _figures(seq)
+            figures = figures_of(seq)
             if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
                 self._end_prompt(live, now, figures)
                 continue
@@ -331,18 +332,7 @@ class Engine:
                     token_ids=(token_id,), text=text, stop_reason=stop_reason, **figures,
                 )  # fmt: skip
                 continue
-            self._events.append(
-                Event(
-                    seq.request.request_id,
-                    now,
-                    (token_id,),
-                    text,
-                    num_prompt_tokens=seq.num_prompt,
-                    num_output_tokens=len(seq.output_ids),
-                    num_cached_tokens=seq.num_hit,
-                    **figures,
-                )
-            )
+            self._events.append(token_event(seq, now, token_id, text, **figures))
 
     def _end_prompt(self, live: _Live, now: float, figures: dict[str, Any]) -> None:
         """The end of a request of which only the prompt was to be computed."""
@@ -370,7 +360,7 @@ class Engine:
         del self._live[request.request_id]
         self._grammars.drop(request.request_id)
         self._ended_ids.append(request.request_id)
-        self._events.append(_last_event(request, live.seq, reason, now, **details))
+        self._events.append(last_event(request, live.seq, reason, now, **details))
 
     def _publish(self) -> None:
         """Show this turn's figures before its events: who has seen the last event sees a free slot."""
@@ -412,7 +402,7 @@ class Engine:
         for request in self._intake.close(reason, self._ended_ids):
             live = self._live.get(request.request_id)
             seq = None if live is None else live.seq
-            events.append(_last_event(request, seq, "error", now, error=f"the engine failed: {reason}"))
+            events.append(last_event(request, seq, "error", now, error=f"the engine failed: {reason}"))
         self._live.clear()
         self._grammars.clear()
         self._in_flight.clear()
@@ -422,54 +412,6 @@ class Engine:
         except Exception:
             logger.exception("the last events can't be delivered")
         self._intake.settle()
-
-
-def _last_event(
-    request: Request,
-    seq: Sequence | None,  # None: the scheduler never saw it
-    reason: FinishReason,
-    now: float,
-    *,
-    token_ids: tuple[int, ...] = (),
-    text: str = "",
-    stop_reason: str | int | None = None,
-    error: str | None = None,
-    logprobs: tuple[TokenLogprobs, ...] = (),
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
-    embedding: np.ndarray | None = None,
-) -> Event:
-    if seq is None:
-        timeline = Timeline(request.arrival_s, finished_s=now)
-    else:
-        timeline = Timeline(request.arrival_s, seq.admitted_s, seq.first_token_s, seq.last_token_s, now)
-    return Event(
-        request.request_id,
-        now,
-        token_ids,
-        text,
-        reason,
-        stop_reason,
-        error,
-        num_prompt_tokens=len(request.prompt_ids),
-        num_output_tokens=0 if seq is None else min(len(seq.output_ids), request.params.max_tokens),
-        num_cached_tokens=0 if seq is None else seq.num_hit,
-        timeline=timeline,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        embedding=embedding,
-    )
-
-
-def _figures(seq: Sequence) -> dict[str, Any]:
-    """The log-probabilities that go with the id just read, as far as the request asked for any."""
-    params = seq.request.params
-    figures: dict[str, Any] = {}
-    if params.logprobs is not None and params.max_tokens:
-        figures["logprobs"] = (seq.last_logprobs,)
-    if params.prompt_logprobs is not None and len(seq.output_ids) == 1:
-        figures["prompt_logprobs"] = (None, *seq.prompt_logprobs)
-        seq.prompt_logprobs = []
-    return figures
 
 
 def _describe(error: BaseException) -> str:

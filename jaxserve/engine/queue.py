@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from jaxserve.engine.sequence import Rank, Sequence
+from jaxserve.engine.sequence import Rank, Sequence, rank_of
 from jaxserve.types import Request
 
 AGEING_S = 10.0  # of waiting make up for one level of priority
@@ -41,15 +41,11 @@ class WaitingQueue:
         return self._seqs[0]
 
     def add(self, seq: Sequence) -> None:
-        insort(self._seqs, seq, key=_rank_of)
+        insort(self._seqs, seq, key=rank_of)
         self.num_tokens += seq.num_prompt
 
     def remove(self, seq: Sequence) -> None:
-        index = bisect_left(self._seqs, seq.rank, key=_rank_of)
+        index = bisect_left(self._seqs, seq.rank, key=rank_of)
         assert self._seqs[index] is seq, f"{seq} does not wait"
         del self._seqs[index]
         self.num_tokens -= seq.num_prompt
-
-
-def _rank_of(seq: Sequence) -> Rank:
-    return seq.rank

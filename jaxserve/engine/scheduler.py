@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import batched, chain, islice
+from itertools import batched, chain
 
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.kv_pages import KVPages
-from jaxserve.engine.packing import pack
-from jaxserve.engine.plan import MAX_END_IDS, History, Plan, Row, Step, StepResult
+from jaxserve.engine.plan import Plan, StepResult
 from jaxserve.engine.queue import WaitingQueue, rank
-from jaxserve.engine.sequence import Rank, Sequence, SequenceState
-from jaxserve.types import Request, SamplingParams, WaitReason
+from jaxserve.engine.sequence import Rank, Sequence, SequenceState, rank_of
+from jaxserve.engine.steps import StepPlanner
+from jaxserve.types import Request, WaitReason
 
 
 class Scheduler:
@@ -49,8 +49,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, eos_ids: frozenset[int] = frozenset()):
         self._config = config
-        self._eos_ids = eos_ids
         self._kv = KVPages(config)
+        self._planner = StepPlanner(config, self._kv, eos_ids)
         self._most_chunk_pages = config.pages_for(config.max_chunk) + 1
         self._free_slots = list(reversed(range(config.max_num_seqs)))  # the lowest is on top
         self._slots: list[Sequence | None] = [None] * config.max_num_seqs
@@ -115,7 +115,7 @@ class Scheduler:
         # The last token is sampled but never fed, so it has no cache position.
         most_cached = len(request.prompt_ids) + max(1, request.params.max_tokens) - 1
         place = rank(request, self._num_added, self._config.scheduling_policy)
-        end_ids = self._end_ids(request.params)
+        end_ids = self._planner.end_ids(request.params)
         pooling = self._config.pooling if request.embeds else None
         seq = Sequence(request, self._config.pages_for(most_cached), place, end_ids, pooling)
         assert seq.most_pages <= self._config.pages_per_seq, f"{seq} is over max_model_len"
@@ -164,10 +164,14 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """Decide the next step; None when nothing can be launched. Changes nothing."""
         prefill_first = self._last_kind == "decode" or not self._decoding
-        decide = [self._prefill_step, self._decode_step]
-        for step in decide if prefill_first else reversed(decide):
-            if (decided := step()) is not None:
-                return Plan((decided,))
+        others_wait = bool(self._waiting or self._prefilling)
+        for is_prefill in (prefill_first, not prefill_first):
+            if is_prefill:
+                step = self._planner.prefill(self._prefilling, self._decoding)
+            else:
+                step = self._planner.decode(self._decoding, others_wait=others_wait)
+            if step is not None:
+                return Plan((step,))
         return None
 
     def owner(self, slot: int) -> Sequence:
@@ -327,19 +331,19 @@ class Scheduler:
         free = self._kv.pool
         if free.num_free >= len(self._decoding) + self._most_chunk_pages:
             return
-        while self._num_decode_pages() > free.num_free and self._preempt_one():
+        while self._planner.num_decode_pages(self._decoding) > free.num_free and self._preempt_one():
             pass
         while self._prefilling:
-            first = min(self._prefilling.values(), key=_rank_of)
+            first = min(self._prefilling.values(), key=rank_of)
             if self._decoding and min(seq.rank for seq in self._decoding.values()) < first.rank:
                 break  # it can wait for pages of those who decode
-            need = self._num_decode_pages() + self._num_chunk_pages(first, self._chunk(first))
+            need = self._planner.num_decode_pages(self._decoding) + self._planner.num_chunk_pages(first)
             if need <= free.num_free or not self._preempt_one():
                 break
 
     def _preempt_one(self) -> bool:
         """Preempt whoever loses least; False when there is nobody to be preempted."""
-        running = sorted(self._running(), key=_rank_of)
+        running = sorted(self._running(), key=rank_of)
         if len(running) > 1:
             priority = self._config.scheduling_policy == "priority"
             self.preempt(max(running[1:], key=lambda seq: _expendability(seq, priority)))
@@ -350,130 +354,6 @@ class Scheduler:
             self.preempt(running[0])
             return True
         return False
-
-    def _num_decode_pages(self) -> int:
-        """New pages that the next decode step takes."""
-        page_size = self._config.page_size
-        return sum(seq.num_cached == len(seq.pages) * page_size for seq in self._decoding.values())
-
-    def _chunk(self, seq: Sequence) -> int:
-        return min(seq.num_to_prefill - seq.num_cached, self._config.max_chunk)
-
-    def _num_chunk_pages(self, seq: Sequence, chunk: int) -> int:
-        return self._config.pages_for(seq.num_cached + chunk) - len(seq.pages)
-
-    def _prefill_step(self) -> Step | None:
-        """The next chunks of those first in line; None when the first one's pages are not free."""
-        if not self._prefilling:
-            return None
-        room = self._kv.pool.num_free - self._num_decode_pages()
-        candidates, chunks = [], []
-        groups: set[str] = set()  # of those who go on here or wait for pages themselves
-        for seq in sorted(self._prefilling.values(), key=_rank_of):
-            if (group := seq.request.group) is not None:
-                if group in groups and self._kv.can_adopt_more(seq):
-                    continue  # the first of the group computes these pages for all
-                groups.add(group)
-            chunk = self._chunk(seq)
-            num_pages = self._num_chunk_pages(seq, chunk)
-            if num_pages <= room:
-                candidates.append(seq)
-                chunks.append(chunk)
-                room -= num_pages
-            elif not candidates:
-                return None
-        (batch, queries), chosen = pack(chunks, self._config)
-        free = self._kv.pool.preview()
-        rows = tuple(self._prefill_row(candidates[i], chunks[i], free) for i in chosen)
-        return Step("prefill", batch, queries, rows)
-
-    def _prefill_row(self, seq: Sequence, chunk: int, free: Iterator[int]) -> Row:
-        start, end = seq.num_cached, seq.num_cached + chunk
-        assert seq.slot is not None
-        first_page, new_pages = self._kv.prefill_pages(seq, end, free)
-        first_target, targets = seq.targets(start, end)
-        return Row(
-            slot=seq.slot,
-            start=start,
-            query_len=chunk,
-            tokens=seq.tokens(start, end),
-            first_page=first_page,
-            new_pages=new_pages,
-            sample=end == seq.num_to_prefill,
-            params=None if seq.num_told_pages else seq.request.params,
-            end_ids=() if seq.num_told_pages else seq.end_ids,
-            history=None if seq.num_told_pages else self._history(seq),
-            targets=targets,
-            first_target=first_target,
-            num_pooled=seq.num_to_pool(start, end),
-        )
-
-    def _history(self, seq: Sequence) -> History | None:
-        params = seq.request.params
-        if not params.is_shaped:
-            return None
-        output_ids = tuple(seq.output_ids[: seq.num_to_prefill - seq.num_prompt])
-        # As in vLLM, with `ignore_eos` too: the text would go another way after an EOS.
-        end_ids = tuple(sorted(self._eos_ids | params.stop_token_ids)) if params.min_tokens else ()
-        return History(seq.request.prompt_ids, output_ids, end_ids)
-
-    def _end_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Ids after which the device skips the rows of a sequence, as many as it can keep."""
-        eos_ids = frozenset() if params.ignore_eos else self._eos_ids
-        return (*sorted(eos_ids), *sorted(params.stop_token_ids - eos_ids))[:MAX_END_IDS]
-
-    def _decode_step(self) -> Step | None:
-        """A row of everybody who decodes; whoever's new page is not free sits out."""
-        if (step := self._decode_steps()) is not None:
-            return step
-        page_size = self._config.page_size
-        free = self._kv.pool.preview()
-        room = self._kv.pool.num_free
-        rows = []
-        for slot, seq in self._decoding.items():
-            first_page: int = len(seq.pages)
-            new_pages: tuple[int, ...] = ()
-            if seq.num_cached == first_page * page_size:
-                if not room:
-                    continue
-                room -= 1
-                new_pages = (next(free),)
-            elif seq.remaps:
-                index, page = seq.remaps[0]
-                first_page, new_pages = index, (page,)
-            rows.append(Row(slot, seq.num_cached, 1, None, first_page, new_pages, True, None))
-        if not rows:
-            return None
-        return Step("decode", self._config.decode_bucket(len(rows)), 1, tuple(rows))
-
-    def _decode_steps(self) -> Step | None:
-        """Several decode steps in one launch, with pages for all of them.
-
-        None when somebody would wait for it, when the pages are not free, or when the logits of a row are
-        wanted on the way.
-        """
-        iterations = self._config.decode_steps
-        if iterations == 1 or self._waiting or self._prefilling:
-            return None
-        free = self._kv.pool.preview()
-        room = self._kv.pool.num_free
-        rows = []
-        for slot, seq in self._decoding.items():
-            num_left = seq.request.params.max_tokens - seq.num_launched_outputs
-            query_len = min(iterations, num_left)
-            first_page = len(seq.pages)
-            num_new = self._config.pages_for(seq.num_cached + query_len) - first_page
-            room -= num_new
-            if room < 0 or not seq.is_plain:
-                return None
-            new_pages = tuple(islice(free, num_new))
-            if not new_pages and seq.remaps:
-                first_page, page = seq.remaps[0]
-                new_pages = (page,)
-            rows.append(Row(slot, seq.num_cached, query_len, None, first_page, new_pages, True, None))
-        if all(row.query_len == 1 for row in rows):
-            return None
-        return Step("decode", self._config.decode_bucket(len(rows)), 1, tuple(rows), iterations)
 
     def _leave_slot(self, seq: Sequence) -> None:
         assert seq.slot is not None, f"{seq} has no slot"
@@ -498,10 +378,6 @@ class Scheduler:
         elif is_holder:
             self._ending.discard(seq)
             self._kv.release(seq)
-
-
-def _rank_of(seq: Sequence) -> Rank:
-    return seq.rank
 
 
 def _expendability(seq: Sequence, by_priority: bool) -> tuple[int, int, Rank]:

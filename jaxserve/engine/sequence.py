@@ -151,3 +151,7 @@ class Sequence:
             f"Sequence({self.request.request_id!r}, {self.state.value}, slot={self.slot}, "
             f"cached={self.num_cached}/{self.num_prompt}, outputs={self.num_launched_outputs})"
         )
+
+
+def rank_of(seq: Sequence) -> Rank:
+    return seq.rank

@@ -16,6 +16,7 @@ from jaxserve.engine.kv_pages import KVPages
 from jaxserve.engine.pages import PageAllocator
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import SequenceState
+from jaxserve.engine.steps import StepPlanner
 from tests.engine.machine import EngineMachine
 
 LIVES = settings(
@@ -133,15 +134,15 @@ def keep_surplus_ids(monkeypatch):
 
 def take_the_pages_of_one_step(monkeypatch):
     """A launch of several steps gets pages for the first of them."""
-    decode_steps = Scheduler._decode_steps
+    several = StepPlanner._several
 
-    def meagre(self):
-        step = decode_steps(self)
+    def meagre(self, decoding):
+        step = several(self, decoding)
         if step is None:
             return None
         return replace(step, rows=tuple(row._replace(new_pages=row.new_pages[:1]) for row in step.rows))
 
-    monkeypatch.setattr(Scheduler, "_decode_steps", meagre)
+    monkeypatch.setattr(StepPlanner, "_several", meagre)
 
 
 BUGS = [
