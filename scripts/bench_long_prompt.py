@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 from load_client import Answer, Prompts, complete, errors, percentile, session
-from load_report import fail_on, ms, show
-from load_server import Served, ServerError, Variant, make_parser, parse, serving
+from load_report import ms
+from load_server import Served, Variant, make_parser, parse, run
 
 COLUMNS = (
     *("chunk", "prompt", "TTFT of it p50", "a chunk alone p50", "inter-token before p50", "before p95"),
@@ -130,13 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ))
         for chunk in args.chunks
     ]  # fmt: skip
-    try:
-        with serving(args, variants) as servers:
-            rows, problems = asyncio.run(measure(args, servers))
-    except ServerError as error:
-        return fail_on([str(error)])
-    show(COLUMNS, rows)
-    return fail_on(problems)
+    return run(args, variants, measure, COLUMNS)
 
 
 if __name__ == "__main__":

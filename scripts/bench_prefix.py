@@ -11,13 +11,12 @@ closed loop of clients whose prompts all share one system prompt, each with a qu
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 
 from load_client import Prompts, closed_loop, complete, errors, percentile, session
-from load_report import fail_on, ms, ratio, show
-from load_server import Served, ServerError, Variant, make_parser, parse, serving
+from load_report import ms, ratio
+from load_server import Served, Variant, make_parser, parse, run
 
 COLUMNS = (
     *("prefix cache", "TTFT 1st p50", "TTFT 2nd p50", "2nd / 1st", "cached of a prompt"),
@@ -74,13 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(parser, argv, SHORT)
     flags = tuple(args.serve_flags)
     variants = [Variant("off", (*flags, "--no-enable-prefix-caching")), Variant("on", flags)]
-    try:
-        with serving(args, variants) as servers:
-            rows, problems = asyncio.run(measure(args, servers))
-    except ServerError as error:
-        return fail_on([str(error)])
-    show(COLUMNS, rows)
-    return fail_on(problems)
+    return run(args, variants, measure, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ servers take turns at each level, so that a machine whose speed drifts does so f
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from load_client import Load, Prompts, closed_loop, complete, errors, percentile, session
-from load_report import fail_on, ms, show
-from load_server import Served, ServerError, Variant, make_parser, parse, serving
+from load_report import ms
+from load_server import Served, Variant, make_parser, parse, run
 
 COLUMNS = (
     *("clients", "server", "requests", "tokens in", "tokens/s"),
@@ -68,13 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = [Variant("after" if args.before else "this", flags)]
     if args.before:
         variants.insert(0, Variant("before", flags, args.before.resolve()))
-    try:
-        with serving(args, variants) as servers:
-            rows, problems = asyncio.run(measure(args, servers))
-    except ServerError as error:
-        return fail_on([str(error)])
-    show(COLUMNS, rows)
-    return fail_on(problems)
+    return run(args, variants, measure, COLUMNS)
 
 
 if __name__ == "__main__":

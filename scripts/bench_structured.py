@@ -21,8 +21,8 @@ from statistics import median
 
 import aiohttp
 from load_client import Answer, Prompts, complete, errors, percentile, session
-from load_report import fail_on, ms, ratio, show
-from load_server import Served, ServerError, Variant, make_parser, parse, serving
+from load_report import ms, ratio
+from load_server import Served, ServerError, Variant, make_parser, parse, run
 
 COLUMNS = ("streams", "held to a schema", "tokens/s of the free", "of all free", "inter-token p50", "p95")
 SHORT = {"streams": 4, "rounds": 1, "output": 16}
@@ -70,8 +70,9 @@ async def one_round(
     return list(answers), took_s
 
 
-async def measure(args: argparse.Namespace, server: Served) -> tuple[list[list[object]], list[str]]:
+async def measure(args: argparse.Namespace, servers: list[Served]) -> tuple[list[list[object]], list[str]]:
     """The table's rows, and what went wrong."""
+    [server] = servers
     speeds: dict[bool, list[float]] = {False: [], True: []}
     gaps: dict[bool, list[float]] = {False: [], True: []}
     problems: list[str] = []
@@ -103,13 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", default="0", help="of the prompts (default: %(default)s)")
     args = parse(parser, argv, SHORT)
-    try:
-        with serving(args, [Variant("this", tuple(args.serve_flags))]) as [server]:
-            rows, problems = asyncio.run(measure(args, server))
-    except ServerError as error:
-        return fail_on([str(error)])
-    show(COLUMNS, rows)
-    return fail_on(problems)
+    return run(args, [Variant("this", tuple(args.serve_flags))], measure, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+from load_report import fail_on, show
 
 ROOT = Path(__file__).resolve().parent.parent
 READY = re.compile(r" is ready at (http://[^;\s]+)")
@@ -48,6 +51,12 @@ class Served:
     url: str
 
 
+# (arguments, servers) -> the rows of the table, and what went wrong
+Measure = Callable[
+    [argparse.Namespace, list[Served]], Coroutine[Any, Any, tuple[list[list[object]], list[str]]]
+]
+
+
 def make_parser(doc: str) -> argparse.ArgumentParser:
     """With --url, --model, --short, and flags for the servers after `--`."""
     parser = argparse.ArgumentParser(
@@ -68,6 +77,19 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, short: di
     if "--short" in argv:
         parser.set_defaults(**short)
     return parser.parse_args(argv)
+
+
+def run(
+    args: argparse.Namespace, variants: Sequence[Variant], measure: Measure, columns: Sequence[str]
+) -> int:
+    """Serve the variants, measure them, print the table. The exit status is 1 if anything went wrong."""
+    try:
+        with serving(args, variants) as servers:
+            rows, problems = asyncio.run(measure(args, servers))
+    except ServerError as error:
+        return fail_on([str(error)])
+    show(columns, rows)
+    return fail_on(problems)
 
 
 @contextmanager

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from aiohttp import web
 
-from jaxserve.errors import RequestError
 from jaxserve.server import openai, sse
 from jaxserve.server.bridge import Stream
 from jaxserve.server.compiling import with_grammar
 from jaxserve.server.errors import EngineFailure, error_json, failure_of
+from jaxserve.server.exchange import opened, sound_events, whole
 from jaxserve.server.openai import Generation
 from jaxserve.server.reading import understand
 from jaxserve.server.render import Renderer, renderer
 from jaxserve.server.served import ServedModel
-from jaxserve.server.state import STATE
 from jaxserve.types import Event
 
 logger = logging.getLogger(__name__)
@@ -35,43 +32,19 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _answer(request: web.Request, parse: Parse) -> web.StreamResponse:
-    arrival_s = time.monotonic()
-    state = request.app[STATE]
-    serving = state.serving()
-    try:
-        generation = await understand(request, lambda body: parse(body, serving.model, arrival_s))
-        generation = await with_grammar(generation, serving.model)
-        stream = state.bridge.open(state.serving().engine, generation.requests)
-    except RequestError as error:
-        serving.metrics.reject(error.code)
-        raise
-    try:
-        with stream:
-            if generation.stream:
-                return await _stream(request, generation, stream)
-            return await _whole(generation, stream)
-    except asyncio.CancelledError:
-        logger.debug("client of %s left (499)", generation.id)
-        raise
+    async def understood(model: ServedModel, arrival_s: float) -> Generation:
+        generation = await understand(request, lambda body: parse(body, model, arrival_s))
+        return await with_grammar(generation, model)
 
-
-async def _whole(generation: Generation, stream: Stream) -> web.Response:
-    answer = renderer(generation)
-    while events := await stream.next():
-        for index, event in events:
-            if (failure := failure_of(event)) is not None:
-                raise failure
-            answer.collect(index, event)
-    headers = {"X-Request-Id": generation.id}
-    return web.Response(text=answer.response(), content_type="application/json", headers=headers)
+    async with opened(request, understood) as (generation, stream):
+        if generation.stream:
+            return await _stream(request, generation, stream)
+        return await whole(generation.id, stream, renderer(generation))
 
 
 async def _stream(request: web.Request, generation: Generation, stream: Stream) -> web.StreamResponse:
     """Chunks as they come. What fails before the first event is a status, what fails later a chunk."""
-    events = await stream.next()
-    for _, event in events:
-        if (failure := failure_of(event)) is not None:
-            raise failure
+    events = await sound_events(stream)
     response = web.StreamResponse(headers=sse.headers(generation.id))
     try:
         await response.prepare(request)

@@ -41,8 +41,8 @@ class ResponseRenderer:
         self._emit("response.in_progress", response=self._response())
         return self._take()
 
-    def events(self, event: Event) -> str:
-        """The events that tell of `event`, the end included."""
+    def collect(self, index: int, event: Event) -> str:
+        """Take `event` in. Returns the events that tell of it, the end included; there is one answer, 0."""
         self._num_output, self._num_cached = event.num_output_tokens, event.num_cached_tokens
         ended = event.finish_reason is not None
         for piece in self._pieces(event.text, ended):

@@ -24,6 +24,7 @@ from jaxserve.server.schema.responses import (
 )
 from jaxserve.server.schema.sampling import SamplingBody
 from jaxserve.server.served import ServedModel
+from jaxserve.types import Request
 
 # What a chat calls differently, for errors; the longer names come first.
 _NAMES = (
@@ -44,6 +45,14 @@ class Asked:
 
     generation: Generation
     fields: ResponsesBody
+
+    @property
+    def id(self) -> str:
+        return self.generation.id
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.generation.requests
 
 
 def parse_responses(body: object, model: ServedModel, arrival_s: float) -> Asked:

@@ -192,7 +192,7 @@ def rendered(text: str, **reading: Any) -> tuple[list[dict[str, Any]], dict[str,
     parts = [text[i : i + 3] for i in range(0, len(text), 3)]
     for n, part in enumerate(parts, 1):
         reason = "stop" if n == len(parts) else None
-        frames += answer.events(Event("r", 0.0, (n,), part, finish_reason=reason, num_output_tokens=n))
+        frames += answer.collect(0, Event("r", 0.0, (n,), part, finish_reason=reason, num_output_tokens=n))
     return events_of(frames.encode()), json.loads(answer.response())
 
 

@@ -40,18 +40,23 @@ def _split_prompt(value: object) -> list[str | list[int]]:
     raise invalid("expected a string, a list of strings, a list of token ids or a list of such lists")
 
 
-def _split_stop(value: object) -> list[str]:
-    """One stop string or up to four, none of them empty."""
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise invalid(f"expected a string or a list of up to {MAX_STOP_STRINGS} strings")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise invalid(f"has {len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed")
-    if "" in stops:
-        raise invalid("has an empty string, which would end every answer at once; leave it out")
-    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+def _check_strings(value: object, most: int, shape: str, why_none_empty: str) -> list[str]:
+    """A list of up to `most` strings, none of them empty or very long."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise invalid(f"expected {shape} of up to {most} strings")
+    if len(value) > most:
+        raise invalid(f"has {len(value)} strings, at most {most} are allowed")
+    if "" in value:
+        raise invalid(f"has an empty string, which would {why_none_empty}; leave it out")
+    if any(len(item) > MAX_STOP_CHARS for item in value):
         raise invalid(f"has a string longer than {MAX_STOP_CHARS} characters")
-    return stops
+    return value
+
+
+def _split_stop(value: object) -> list[str]:
+    """One stop string or several."""
+    stops = [value] if isinstance(value, str) else value
+    return _check_strings(stops, MAX_STOP_STRINGS, "a string or a list", "end every answer at once")
 
 
 def _read_logit_bias(value: object) -> dict[int, float]:
@@ -71,15 +76,7 @@ def _read_logit_bias(value: object) -> dict[int, float]:
 
 
 def _check_bad_words(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise invalid(f"expected a list of up to {MAX_BAD_WORDS} strings")
-    if len(value) > MAX_BAD_WORDS:
-        raise invalid(f"has {len(value)} strings, at most {MAX_BAD_WORDS} are allowed")
-    if "" in value:
-        raise invalid("has an empty string, which would be everywhere; leave it out")
-    if any(len(word) > MAX_STOP_CHARS for word in value):
-        raise invalid(f"has a string longer than {MAX_STOP_CHARS} characters")
-    return value
+    return _check_strings(value, MAX_BAD_WORDS, "a list", "be everywhere")
 
 
 def _some_token_ids(value: object) -> list[int]:
