@@ -12,6 +12,7 @@ turn less the wait for ids, as `/metrics` shows it. The model is left out where 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import time
@@ -117,6 +118,7 @@ def measure_model(name: str, slots: int, turns: int, decode_steps: int) -> None:
 
 def measure(name: str, config: EngineConfig, runner: Runner, requests: list[Request], is_fake: bool) -> None:
     """Serve all requests; print the times of turns that launch a prefill, and of those that decode."""
+    gc.freeze()  # as the server does
     timed = Timed(runner)
     engine = Engine(config, timed, FakeTokenizer(), deliver=lambda events: None)
     engine.start(in_thread=False)

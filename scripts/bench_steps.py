@@ -238,10 +238,8 @@ def time_sampling(runner, padded, vocab_size, args) -> float:
 
     kind = "random" if args.temperature > 0 else "greedy"
     logits = jax.random.normal(jax.random.key(0), (padded, vocab_size))
-    rows = Rows(jnp.arange(padded), jnp.arange(padded), jnp.ones(padded, bool))
-    rows = Rows(*(x.astype(jnp.int32) for x in rows[:2]), rows.sampled)
-    slots = runner.config.max_num_seqs
-    rows = rows._replace(slots=jnp.minimum(rows.slots, slots))
+    slots = jnp.minimum(jnp.arange(padded), runner.config.max_num_seqs)
+    rows = Rows.of(slots, jnp.arange(padded), jnp.ones(padded, bool))
 
     def call():
         runner._state, ids = runner._steps[kind, padded, 1](runner._state, logits, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.engine.plan import History, Plan, Row, Step, StepResult
+from jaxserve.engine.plan import History, Plan, Step, StepResult
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, abstract_decoder
@@ -47,9 +47,9 @@ class Launched:
 
     step: Step
     ids: jax.Array  # [B], or [iterations, B]
-    logprobs: jax.Array | None  # of the ids, packed as in runtime/logprobs.py; None: no row asks for them
-    scores: jax.Array | None  # of the rows' targets, the same
-    params: tuple[SamplingParams, ...]  # by row
+    logprobs: jax.Array | None = None  # of the ids, packed as in runtime/logprobs.py; None: no row asks
+    scores: jax.Array | None = None  # of the rows' targets, the same
+    params: tuple[SamplingParams, ...] = ()  # by row, if there are any of these
     pooled: jax.Array | None = None  # [R, H] of hidden states, see runtime/pooling.py; None: no row asks
 
 
@@ -93,6 +93,8 @@ class ModelRunner:
         self._steps = prepare()
         self._kv: Any = zeros(kv, backend.zeros)
         self._state: Any = zeros(state)
+        # What the CPU made needs no copy, and to ask for one takes 75 us.
+        self._is_host = next(iter(self._state.rows.devices())).platform == "cpu"
         self._shaping: Any = zeros(shaping.shaping_shapes(config, model.vocab_size))
         words = shaping.num_words(model.vocab_size)
         batches = {batch for kind, batch, _ in self._steps if kind == "shape"}
@@ -111,8 +113,11 @@ class ModelRunner:
             check = RowCheck(self._steps, self._leaves, self._kv, self._state, model, config)
             check.run()
             self._kv, self._state = check.kv, check.state
-        self._is_shaped = [False] * config.max_num_seqs  # by slot: its first row brought a history
         self._params = [SamplingParams(1)] * config.max_num_seqs  # by slot: what its first row brought
+        # Slots of those whose parameters ask for more than the likeliest token.
+        self._random: set[int] = set()
+        self._shaped: set[int] = set()
+        self._telling: set[int] = set()  # log-probabilities of what they generate
 
     def _try_out(self) -> None:
         """Run the smallest decode step on rows that are all padding, and all that may follow it."""
@@ -123,7 +128,7 @@ class ModelRunner:
         )
         new = shaping.slot_shaping(SamplingParams(1), History((), (), ()), self.model.vocab_size)
         self._shaping = self._steps["admit", 1, 1](self._shaping, np.int32(self.config.max_num_seqs), new)
-        logits = self._shape(Step("decode", batch, 1, ()), logits, rows, [], None)
+        logits = self._shape(Step("decode", batch, 1, ()), logits, rows, None)
         for kind in SAMPLERS:
             self._state, ids = self._steps[kind, batch, 1](self._state, logits, rows)
         self._shaping = self._steps["count", batch, 1](self._shaping, rows, ids)
@@ -148,62 +153,62 @@ class ModelRunner:
         `step.batch`, in which bit i % 32 of word i // 32 allows id i: of row n of the step in row n, all ones
         (-1) in a row without a grammar and in padding; or None when no row of the step has one.
         """
-        handle: Handle = []
-        for step in plan.steps:
+        return [self._launch(step, masks) for step in plan.steps]
+
+    def _launch(self, step: Step, masks: MaskSource | None) -> Launched:
+        if step.kind == "prefill":
             for row in step.rows:
                 if row.params is not None:
-                    self._params[row.slot] = row.params
-                    self._admit(row)
-            params = tuple(self._params[row.slot] for row in step.rows)
-            sampled = [one for row, one in zip(step.rows, params) if row.sample]
-            if step.iterations > 1:
-                ids = self._loop(step, sampler_kind(sampled))
-                handle.append(Launched(step, ids, None, None, params))
-                continue
-            forward = self._steps[step.kind, step.batch, step.queries]
-            sampler = self._steps[sampler_kind(sampled), step.batch, 1]
-            packed = layout.pack(step, self.config)
-            self._kv, self._state, logits, rows, hidden = forward(
-                self._leaves, self._kv, self._state, packed
-            )
-            mask = None if masks is None else masks(step)
-            is_shaped = [row.sample and self._is_shaped[row.slot] for row in step.rows]
-            shaped = logits
-            if mask is not None or any(is_shaped):
-                shaped = self._shape(step, logits, rows, is_shaped, mask)
-            self._state, ids = sampler(self._state, shaped, rows)
-            ids.copy_to_host_async()
-            if any(is_shaped):
-                self._shaping = self._steps["count", step.batch, 1](self._shaping, rows, ids)
-            logprobs = None
-            if any(one.logprobs is not None for one in sampled):
-                logprobs = self._steps["logprobs", step.batch, 1](logits, ids)
-                logprobs.copy_to_host_async()
-            scores = self._score(step, hidden) if step.kind == "prefill" else None
-            pooled = self._pool(step, hidden) if step.kind == "prefill" else None
-            handle.append(Launched(step, ids, logprobs, scores, params, pooled))
-        return handle
+                    self._admit(row.slot, row.params, row.history)
+        slots = {row.slot for row in step.rows if row.sample}
+        sampler = "greedy" if slots.isdisjoint(self._random) else "random"
+        if step.iterations > 1:
+            return Launched(step, self._loop(step, sampler))
+        forward = self._steps[step.kind, step.batch, step.queries]
+        packed = layout.pack(step, self.config)
+        self._kv, self._state, logits, rows, hidden = forward(self._leaves, self._kv, self._state, packed)
+        mask = None if masks is None else masks(step)
+        shaped, is_shaped = logits, not slots.isdisjoint(self._shaped)
+        if mask is not None or is_shaped:
+            shaped = self._shape(step, logits, rows, mask)
+        self._state, ids = self._steps[sampler, step.batch, 1](self._state, shaped, rows)
+        self._start_copy(ids)
+        if is_shaped:
+            self._shaping = self._steps["count", step.batch, 1](self._shaping, rows, ids)
+        logprobs = scores = pooled = None
+        if not slots.isdisjoint(self._telling):
+            logprobs = self._steps["logprobs", step.batch, 1](logits, ids)
+            self._start_copy(logprobs)
+        if step.kind == "prefill":
+            scores, pooled = self._score(step, hidden), self._pool(step, hidden)
+        if logprobs is None and scores is None:
+            return Launched(step, ids, pooled=pooled)
+        params = tuple(self._params[row.slot] for row in step.rows)
+        return Launched(step, ids, logprobs, scores, params, pooled)
 
     def _loop(self, step: Step, sampler: str) -> jax.Array:
         program = self._steps[f"loop_{sampler}", step.batch, step.iterations]
         packed = layout.pack(step, self.config)
         self._kv, self._state, ids = program(self._leaves, self._kv, self._state, packed)
-        ids.copy_to_host_async()
+        self._start_copy(ids)
         return ids
 
-    def _admit(self, row: Row) -> None:
-        """Tell the device how to shape the logits of the row's slot, if the request wants that."""
-        assert row.params is not None
-        self._is_shaped[row.slot] = row.history is not None
-        if row.history is not None:
-            new = shaping.slot_shaping(row.params, row.history, self.model.vocab_size)
-            self._shaping = self._steps["admit", 1, 1](self._shaping, np.int32(row.slot), new)
+    def _admit(self, slot: int, params: SamplingParams, history: History | None) -> None:
+        """A sequence is new in `slot`. Tell the device how to shape its logits, if the request wants that."""
+        self._params[slot] = params
+        for slots, is_asked in (
+            (self._random, params.temperature > 0),
+            (self._shaped, history is not None),
+            (self._telling, params.logprobs is not None),
+        ):
+            (slots.add if is_asked else slots.discard)(slot)
+        if history is not None:
+            new = shaping.slot_shaping(params, history, self.model.vocab_size)
+            self._shaping = self._steps["admit", 1, 1](self._shaping, np.int32(slot), new)
 
-    def _shape(
-        self, step: Step, logits: jax.Array, rows: Rows, is_shaped: list[bool], mask: np.ndarray | None
-    ) -> jax.Array:
+    def _shape(self, step: Step, logits: jax.Array, rows: Rows, mask: np.ndarray | None) -> jax.Array:
         flags = np.zeros(step.batch, np.bool_)
-        flags[: len(is_shaped)] = is_shaped
+        flags[: len(step.rows)] = [row.sample and row.slot in self._shaped for row in step.rows]
         if mask is None:
             mask = self._no_mask[step.batch]
         return self._steps["shape", step.batch, 1](self._shaping, logits, rows, flags, mask)
@@ -219,8 +224,13 @@ class ModelRunner:
     def _reduce(self, kind: str, step: Step, hidden: jax.Array, wanted: np.ndarray) -> jax.Array:
         states = self._steps["gather", step.batch * step.queries, 1](hidden, wanted)
         found = self._steps[kind, 1, 1](self._leaves, states, wanted)
-        found.copy_to_host_async()
+        self._start_copy(found)
         return found
+
+    def _start_copy(self, array: jax.Array) -> None:
+        """Have `array` on its way to the host as soon as it is made."""
+        if not self._is_host:
+            array.copy_to_host_async()
 
     def fetch(self, handle: Handle) -> tuple[StepResult, ...]:
         """Wait for the ids of a launch, and the log-probabilities that were asked for."""
@@ -229,7 +239,8 @@ class ModelRunner:
 
 def _result(launched: Launched) -> StepResult:
     step = launched.step
-    ids = tuple(np.asarray(launched.ids).T[: len(step.rows)].ravel().tolist())
+    sampled = np.asarray(launched.ids)  # waits
+    ids = tuple(sampled.T[: len(step.rows)].ravel().tolist())
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     if launched.logprobs is not None:
         counts = [one.logprobs if row.sample else None for row, one in zip(step.rows, launched.params)]
@@ -240,11 +251,6 @@ def _result(launched: Launched) -> StepResult:
         prompt_logprobs = scoring.of_targets(np.asarray(launched.scores), step, counts)
     pooled = None if launched.pooled is None else np.asarray(launched.pooled)[: len(step.rows)]
     return StepResult(ids, logprobs, prompt_logprobs, pooled)
-
-
-def sampler_kind(sampled: Iterable[SamplingParams]) -> str:
-    """Which sampler a step takes whose rows with these parameters yield tokens."""
-    return "random" if any(params.temperature > 0 for params in sampled) else "greedy"
 
 
 def shapes(config: EngineConfig) -> list[Key]:
@@ -268,8 +274,7 @@ def shapes(config: EngineConfig) -> list[Key]:
 
 def rows_of(batch: int) -> Rows:
     """Abstract rows of a sampler's input."""
-    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return Rows(index, index, jax.ShapeDtypeStruct((batch,), jnp.bool_))  # type: ignore[arg-type]
+    return Rows(jax.ShapeDtypeStruct((3, batch), jnp.int32))  # type: ignore[arg-type]
 
 
 def param_names(decoder: Any) -> list[str]:

@@ -21,16 +21,57 @@ from jaxserve.types import SamplingParams
 # Columns of a slot's sampling parameters, int32; floats and the seed's halves by their bits.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED_HIGH, SEED_LOW = range(6)
 NUM_PARAMS = 6
+_END_IDS = 1 + NUM_PARAMS  # columns of SlotState.rows at which these begin
+_PAGES = _END_IDS + MAX_END_IDS
 ENDED = -1  # in place of the last id: the sequence has ended, its rows are skipped. No token has this id
 
 
 class SlotState(NamedTuple):
-    """By slot. Row `max_num_seqs` is the trash slot, which padding rows read and write."""
+    """By slot. Row `max_num_seqs` is the trash slot, which padding rows read and write.
 
-    last_id: jax.Array  # [S + 1] int32, sampled last: the input of the slot's next decode; or ENDED
-    page_table: jax.Array  # [S + 1, P] int32
-    params: jax.Array  # [S + 1, NUM_PARAMS] int32
-    end_ids: jax.Array  # [S + 1, MAX_END_IDS] int32, ids after which the sequence has ended; or ENDED
+    One array, because each array that a program takes or gives back costs the host about 5 us a launch.
+    """
+
+    rows: jax.Array  # [S + 1, 1 + NUM_PARAMS + MAX_END_IDS + P] int32: what the properties say, in order
+
+    @property
+    def last_id(self) -> jax.Array:
+        """[S + 1] sampled last: the input of the slot's next decode; or ENDED."""
+        return self.rows[:, 0]
+
+    @property
+    def params(self) -> jax.Array:
+        """[S + 1, NUM_PARAMS]"""
+        return self.rows[:, 1:_END_IDS]
+
+    @property
+    def end_ids(self) -> jax.Array:
+        """[S + 1, MAX_END_IDS] ids after which the sequence has ended; or ENDED."""
+        return self.rows[:, _END_IDS:_PAGES]
+
+    @property
+    def page_table(self) -> jax.Array:
+        """[S + 1, P]"""
+        return self.rows[:, _PAGES:]
+
+    def with_last_ids(self, slots: jax.Array, ids: jax.Array) -> SlotState:
+        """`ids` [B] are the last ones of `slots` [B]."""
+        return SlotState(self.rows.at[slots, 0].set(ids, mode="promise_in_bounds"))
+
+    def with_settings(self, slots: jax.Array, settings: jax.Array) -> SlotState:
+        """`settings` [B, NUM_PARAMS + MAX_END_IDS] are the params and end_ids of `slots` [B]."""
+        columns = jnp.arange(1, _PAGES)
+        return SlotState(self.rows.at[slots[:, None], columns].set(settings, mode="promise_in_bounds"))
+
+    def with_pages(
+        self, slots: jax.Array, first: jax.Array, counts: jax.Array, pages: jax.Array
+    ) -> SlotState:
+        """The first `counts` [B] of `pages` [B, n] are in the page tables of `slots` [B], from column
+        `first` [B] on."""
+        columns = _PAGES + first[:, None] + jnp.arange(pages.shape[1])
+        is_given = jnp.arange(pages.shape[1]) < counts[:, None]
+        columns = jnp.where(is_given, columns, self.rows.shape[1])  # that is out: dropped
+        return SlotState(self.rows.at[slots[:, None], columns].set(pages, mode="drop"))
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: DType, lanes: int | None = None) -> int:
@@ -50,9 +91,8 @@ def kv_shapes(
 
 def state_shapes(config: EngineConfig) -> SlotState:
     """Shapes of the slot state, trash slot included."""
-    slots = config.max_num_seqs + 1
-    rows = (slots,), (slots, config.pages_per_seq), (slots, NUM_PARAMS), (slots, MAX_END_IDS)
-    return SlotState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in rows))  # type: ignore[arg-type]
+    shape = config.max_num_seqs + 1, _PAGES + config.pages_per_seq
+    return SlotState(jax.ShapeDtypeStruct(shape, jnp.int32))  # type: ignore[arg-type]
 
 
 def zeros[Tree](shapes: Tree, make: Callable[..., jax.Array] = jnp.zeros) -> Tree:

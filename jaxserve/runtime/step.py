@@ -25,11 +25,29 @@ from jaxserve.runtime.state import ENDED, NUM_PARAMS, SlotState, unpack_params
 
 
 class Rows(NamedTuple):
-    """What sampling needs of a step's rows."""
+    """What sampling needs of a step's rows; one array, for the reason that SlotState is one."""
 
-    slots: jax.Array  # [B]
-    positions: jax.Array  # [B] of the token to pick
-    sampled: jax.Array  # [B] bool: this row yields a token
+    packed: jax.Array  # [3, B] int32: what the properties say, in order
+
+    @classmethod
+    def of(cls, slots: jax.Array, positions: jax.Array, sampled: jax.Array) -> Rows:
+        """See the properties for what is what."""
+        return cls(jnp.stack([slots, positions, sampled.astype(jnp.int32)]))
+
+    @property
+    def slots(self) -> jax.Array:
+        """[B]"""
+        return self.packed[0]
+
+    @property
+    def positions(self) -> jax.Array:
+        """[B] of the token to pick"""
+        return self.packed[1]
+
+    @property
+    def sampled(self) -> jax.Array:
+        """[B] bool: this row yields a token"""
+        return self.packed[2] > 0
 
 
 Forward = Callable[
@@ -65,7 +83,7 @@ def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backe
         final = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # [B, H] only these rows need logits
         logits = decoder.logits(final, backend)
         rest = hidden.reshape(-1, hidden.shape[-1]) if kind == "prefill" else None
-        return kv, state, logits, Rows(slots, batch.start + query_lens, sampled), rest
+        return kv, state, logits, Rows.of(slots, batch.start + query_lens, sampled), rest
 
     return forward
 
@@ -87,8 +105,7 @@ def make_sampler(config: EngineConfig, *, random: bool) -> Sampler:
         # A row that yields no token leaves its slot's last id alone.
         target = jnp.where(rows.sampled, rows.slots, trash)
         ends = jnp.any(state.end_ids[rows.slots] == ids[:, None], axis=-1)
-        last_id = state.last_id.at[target].set(jnp.where(ends, ENDED, ids), mode="promise_in_bounds")
-        return state._replace(last_id=last_id), ids
+        return state.with_last_ids(target, jnp.where(ends, ENDED, ids)), ids
 
     return sampler
 
@@ -128,7 +145,7 @@ def make_loop(model: Decoder, config: EngineConfig, backend: Backend, *, random:
             batch = Batch(tokens, state.page_table[slots], start + i, live.astype(jnp.int32))
             hidden, kv = decoder.hidden(kv, batch, backend, page_size=config.page_size)
             logits = decoder.logits(hidden[:, 0], backend)
-            state, new_ids = sampler(state, logits, Rows(slots, batch.start + batch.query_lens, live))
+            state, new_ids = sampler(state, logits, Rows.of(slots, batch.start + batch.query_lens, live))
             return i + 1, kv, state, ids.at[i].set(new_ids)
 
         ids = jnp.full((K, packed.shape[0]), ENDED, jnp.int32)
@@ -142,21 +159,14 @@ def _read_prefill(
     state: SlotState, packed: jax.Array, config: EngineConfig
 ) -> tuple[SlotState, jax.Array, jax.Array, jax.Array]:
     """The state with the rows' pages and parameters set; tokens [B, Q]; query_lens and sampled [B]."""
-    P, trash = config.pages_per_seq, config.max_num_seqs
-    end_ids_at = layout.PREFILL_HEADER + NUM_PARAMS
-    pages_at = end_ids_at + MAX_END_IDS
     slots = packed[:, layout.SLOT]
-    new_pages = packed[:, pages_at : pages_at + P]
-    state = _take_pages(
-        state, slots, packed[:, layout.FIRST_PAGE], packed[:, layout.NUM_PAGES], new_pages, config
-    )
+    tokens_at = (pages_at := layout.PREFILL_HEADER + NUM_PARAMS + MAX_END_IDS) + config.pages_per_seq
+    new_pages = packed[:, pages_at:tokens_at]
+    state = state.with_pages(slots, packed[:, layout.FIRST_PAGE], packed[:, layout.NUM_PAGES], new_pages)
     has_params = packed[:, layout.HAS_PARAMS] > 0
-    target = jnp.where(has_params, slots, trash)
-    new_params, new_end_ids = packed[:, layout.PREFILL_HEADER : end_ids_at], packed[:, end_ids_at:pages_at]
-    params = state.params.at[target].set(new_params, mode="promise_in_bounds")
-    end_ids = state.end_ids.at[target].set(new_end_ids, mode="promise_in_bounds")
-    state = state._replace(params=params, end_ids=end_ids)
-    return state, packed[:, pages_at + P :], packed[:, layout.QUERY_LEN], packed[:, layout.SAMPLE] > 0
+    target = jnp.where(has_params, slots, config.max_num_seqs)
+    state = state.with_settings(target, packed[:, layout.PREFILL_HEADER : pages_at])
+    return state, packed[:, tokens_at:], packed[:, layout.QUERY_LEN], packed[:, layout.SAMPLE] > 0
 
 
 def _read_decode(
@@ -166,20 +176,8 @@ def _read_decode(
 
     The host learns one step late that a sequence has ended. Its row then becomes one of padding.
     """
-    slots = packed[:, layout.D_SLOT]
-    state = _take_pages(state, slots, packed[:, layout.D_FIRST_PAGE], packed[:, layout.D_NUM_PAGES],
-                        packed[:, layout.DECODE_HEADER :], config)  # fmt: skip
+    slots, new_pages = packed[:, layout.D_SLOT], packed[:, layout.DECODE_HEADER :]
+    state = state.with_pages(slots, packed[:, layout.D_FIRST_PAGE], packed[:, layout.D_NUM_PAGES], new_pages)
     tokens = state.last_id[slots]
     query_lens = jnp.where(tokens == ENDED, 0, packed[:, layout.D_QUERY_LEN])
     return state, jnp.maximum(tokens, 0)[:, None], query_lens, query_lens > 0
-
-
-def _take_pages(
-    state: SlotState, slots: jax.Array, first: jax.Array, counts: jax.Array, pages: jax.Array,
-    config: EngineConfig,
-) -> SlotState:  # fmt: skip
-    """The state with `counts` [B] of `pages` [B, n] in its page tables, from column `first` [B] on."""
-    columns = first[:, None] + jnp.arange(pages.shape[1])
-    is_given = jnp.arange(pages.shape[1]) < counts[:, None]
-    columns = jnp.where(is_given, columns, config.pages_per_seq)  # that is out: dropped
-    return state._replace(page_table=state.page_table.at[slots[:, None], columns].set(pages, mode="drop"))

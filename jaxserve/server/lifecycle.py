@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -212,6 +213,9 @@ async def serve(
         if not loading.done():
             raise StoppedWhileLoading("stopped while the model was loading")
         loaded = loading.result()
+        # What start-up made stays. To look through it would stop all threads for a tenth of a second.
+        gc.collect()
+        gc.freeze()
         server.attach(loaded)
         on_ready(server.url, loaded.model)
         dying = loop.create_task(server.engine_death())

@@ -19,18 +19,22 @@ class IncrementalDetokenizer:
         self, tokenizer: Tokenizer, *, skip_special: bool = True, shown_ids: frozenset[int] = frozenset()
     ):
         """`shown_ids` are special tokens that are not skipped."""
-        self._tokenizer = tokenizer
+        self._bytes_of = tokenizer.token_bytes
+        self._is_special = tokenizer.is_special
         self._skip_special = skip_special
         self._shown_ids = shown_ids
-        # Holds the bytes of an unfinished character; at most three.
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""  # of an unfinished character; at most three
 
     def add(self, token_id: int) -> str:
         """What is certain to be text now; empty for half a character or a skipped special token."""
-        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._shown_ids:
+        if self._skip_special and self._is_special(token_id) and token_id not in self._shown_ids:
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        raw = self._held + self._bytes_of(token_id)
+        text, num_used = codecs.utf_8_decode(raw, "replace", False)
+        self._held = raw[num_used:]
+        return text
 
     def finish(self) -> str:
         """U+FFFD if the last character never got complete, else nothing. The next text starts afresh."""
-        return self._utf8.decode(b"", final=True)
+        raw, self._held = self._held, b""
+        return raw.decode("utf-8", "replace")

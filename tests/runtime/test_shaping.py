@@ -52,11 +52,12 @@ def run_shape(
     n, B = len(logits), CONFIG.max_num_seqs
     padded = np.zeros((B, V), np.float32)
     words = np.full((B, num_words(V)), -1, np.int32)
-    rows = Rows(np.full(B, B, np.int32), np.zeros(B, np.int32), np.zeros(B, bool))  # type: ignore[arg-type]
+    slots, at, sampled = np.full(B, B, np.int32), np.zeros(B, np.int32), np.zeros(B, bool)
     flags = np.zeros(B, bool)
-    padded[:n], rows.slots[:n], rows.positions[:n], flags[:n] = logits, np.arange(n), positions, is_shaped
+    padded[:n], slots[:n], at[:n], flags[:n] = logits, np.arange(n), positions, is_shaped
     if mask is not None:
         words[:n] = mask
+    rows = Rows.of(slots, at, sampled)  # type: ignore[arg-type]
     return np.asarray(shape(state, padded, rows, flags, words))[:n]
 
 
@@ -198,7 +199,7 @@ def test_bias_and_penalties_do_not_bring_back_what_is_not_allowed():
 
 def rows_of_slots(sampled: list[bool]) -> Rows:
     n = len(sampled)
-    return Rows(np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.array(sampled))  # type: ignore[arg-type]
+    return Rows.of(np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.array(sampled))  # type: ignore[arg-type]
 
 
 @settings(max_examples=15, derandomize=True)
@@ -237,7 +238,7 @@ def test_the_stated_limits_are_the_real_ones():
     state = Shaping(*(np.asarray(x)[None] for x in row))  # type: ignore[arg-type]
     mask = np.full((1, num_words(large)), -1, np.int32)
     logits = np.zeros((1, large), np.float32)
-    rows = Rows(np.zeros(1, np.int32), np.array([20], np.int32), np.ones(1, bool))  # type: ignore[arg-type]
+    rows = Rows.of(np.zeros(1, np.int32), np.array([20], np.int32), np.ones(1, bool))  # type: ignore[arg-type]
     got = np.asarray(shape(state, logits, rows, np.ones(1, bool), mask))[0]
     wanted = shaped(logits[0], one, PROMPT, word[:-1])
     np.testing.assert_array_equal(np.where(got == FORBIDDEN, -np.inf, got), wanted)
