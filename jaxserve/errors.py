@@ -75,5 +75,9 @@ class GrammarError(JaxserveError):
     """A grammar that can't be compiled, or an answer that can't go on by its grammar."""
 
 
+class GrammarLimitError(GrammarError):
+    """An answer whose grammar takes more work than it may. Its text is for the client."""
+
+
 class OutOfPages(JaxserveError):
     """The KV page pool holds fewer free pages than were asked for."""

@@ -41,7 +41,7 @@ from jaxserve.types import (
 DEFAULT_PREFIX = "jaxserve:"
 REJECTION_REASONS = (
     *("queue_full", "queue_tokens_full", "unavailable", "context_length_exceeded", "model_not_found"),
-    *("invalid_api_key", "too_many_requests", "invalid"),
+    *("invalid_api_key", "too_many_requests", "grammar_queue_full", "invalid"),
 )
 
 _TOKEN_BUCKETS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))

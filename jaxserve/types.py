@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout", "grammar"]
 WaitReason = Literal["slots", "pages"]
 Pooling = Literal["last", "mean"]  # of a prompt's hidden states, to its embedding
 
@@ -81,7 +81,7 @@ class TokenLogprobs:
 class GrammarState(Protocol):
     """Where one answer stands in its grammar. Calls never overlap; which thread makes them doesn't matter.
 
-    Both methods raise GrammarError when the answer can't go on.
+    Both methods raise GrammarError when the answer can't go on, GrammarLimitError where that is too costly.
     """
 
     def advance(self, token_id: int) -> None:
@@ -146,7 +146,7 @@ class Event(NamedTuple):  # one is made for every token: a dataclass takes three
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
-    error: str | None = None  # with finish_reason "error" (for the log) or "timeout" (for the client)
+    error: str | None = None  # with "error" (for the log), "timeout" or "grammar" (for the client)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, this event included
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache gave

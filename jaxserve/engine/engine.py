@@ -25,6 +25,7 @@ from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.throughput import Throughput
 from jaxserve.engine.validation import check_request
 from jaxserve.engine.watchdog import Watchdog
+from jaxserve.errors import GrammarLimitError
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.types import EngineStats, Event, FinishReason, Request
 
@@ -48,8 +49,8 @@ class Engine:
 
     `deliver` is called at most once a turn, from the engine thread, with the events of that turn; it
     should hand them on and return. The last event of a request has a `finish_reason`, and every request
-    that `submit` took gets one: "abort" when it was aborted, "timeout" when a deadline passed, "error"
-    when its text can't be made or when the engine dies.
+    that `submit` took gets one: "abort" when it was aborted, "timeout" when a deadline passed, "grammar"
+    when its grammar takes too much work, "error" when its text can't be made or when the engine dies.
 
     A turn launches the next step before it reads the ids of the one before, so the device works while
     the host does. Where a row of that step has a grammar, the ids are read behind the step's forward pass and
@@ -319,9 +320,15 @@ class Engine:
                 continue
             try:
                 text, finish_reason, stop_reason = live.output.add(token_id)
-                is_open = seq.request.grammar is not None and finish_reason != "stop"
-                if is_open and self._grammars.is_complete(seq):  # nothing but an end could follow
-                    text, finish_reason = text + live.output.flush(), "stop"
+                if seq.request.grammar is not None:
+                    self._grammars.check(seq)
+                    # Nothing but an end could follow?
+                    if finish_reason != "stop" and self._grammars.is_complete(seq):
+                        text, finish_reason = text + live.output.flush(), "stop"
+            except GrammarLimitError as error:
+                logger.info("request %s can't go on: %s", seq.request.request_id, error)
+                self._end(live, "grammar", now, token_ids=(token_id,), error=str(error))
+                continue
             except Exception as error:
                 logger.exception("request %s can't go on", seq.request.request_id)
                 self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))

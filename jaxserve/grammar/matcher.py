@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from llguidance import LLMatcher
 
-from jaxserve.errors import GrammarError
+from jaxserve.errors import GrammarError, GrammarLimitError
+
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # what llguidance says of ids; all else that fails is a limit
 
 
 class CompiledGrammar:
@@ -30,24 +32,25 @@ class Matcher:
         self._matcher = matcher
 
     def advance(self, token_id: int) -> None:
-        """Take the id that was sampled. Raises GrammarError for one that the last mask had not allowed."""
+        """Take the id that was sampled. Raises GrammarError for one that the last mask had not allowed, and
+        GrammarLimitError when taking it is more work than a step may be."""
         if not self.is_complete and not self._matcher.consume_token(token_id):
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise self._failure()
 
     def fill(self, words: np.ndarray) -> None:
         """Set `words`, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 tells whether id i may come next.
 
-        Raises GrammarError when this step takes more work than a step may.
+        Raises GrammarLimitError when this is more work than a step may be.
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise self._failure()
 
     @property
     def is_complete(self) -> bool:
         """Nothing but an end-of-sequence id can follow, or one has come."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
+    def _failure(self) -> GrammarError:
+        reason = self._matcher.get_error().partition("\n")[0]
+        return GrammarError(reason) if _NOT_ALLOWED in reason else GrammarLimitError(reason)

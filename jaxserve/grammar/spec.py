@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxserve.errors import RequestError
+from jaxserve.grammar.trial import ANY_NOTATION
 
-MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_GRAMMAR_CHARS = 256 * 1024  # of a source, and of all those of a request together
 MAX_CHOICES = 4096
 _CONTROL = re.compile("[\x7f-\x9f\u2028\u2029]")
 ANY_TEXT = r"/(.|\n)*/"  # in Lark
 # Between the tokens of JSON: room for any indentation, but no endless run of blanks.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 
-Kind = Literal["json_schema", "lark_grammar"]
+Kind = Literal["json_schema", "lark_grammar", "any_grammar"]
 Part = tuple[str, Kind, str]  # name, kind, source
 
 
@@ -37,11 +37,21 @@ class GrammarSpec:
 
     @property
     def source(self) -> str:
-        """In llguidance's own format."""
+        """In llguidance's own format, but for a grammar whose notation is not known yet."""
         grammars: list[dict[str, Any]] = []
         for name, kind, text in self.parts:
             grammars.append({"name": name, kind: json.loads(text) if kind == "json_schema" else text})
         return json.dumps({"grammars": grammars})
+
+    def check_size(self) -> None:
+        """Raises RequestError if the parts are longer together than what is compiled for a request."""
+        num_chars = sum(len(text) for _, _, text in self.parts)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                f"the schemas and grammars of '{self.param}' have {num_chars} characters together, at most "
+                f"{MAX_GRAMMAR_CHARS} are compiled for a request.",
+                param=self.param,
+            )
 
     def renamed(self, name: str) -> tuple[Part, ...]:
         """The parts, with "main" called `name`, to be referred to as @name by another grammar."""
@@ -82,12 +92,7 @@ def choice(options: Sequence[str], param: str) -> GrammarSpec:
 def grammar(text: str, param: str) -> GrammarSpec:
     """A context-free grammar, in Lark's or in llama.cpp's (GBNF) notation."""
     _check_size(text, param)
-    try:
-        lark = any_to_lark(text)
-    except Exception as error:  # the converter raises what its parser meets
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(f"'{param}' is no valid grammar: {reason}.", param=param) from None
-    return GrammarSpec((("main", "lark_grammar", lark),), param)
+    return GrammarSpec((("main", ANY_NOTATION, text),), param)
 
 
 def schema_text(schema: Any, param: str) -> str:

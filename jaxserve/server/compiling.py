@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from jaxserve.errors import ConfigError, GrammarError, RequestError
+from jaxserve.errors import ConfigError, GrammarError, RequestError, UnavailableError
 from jaxserve.grammar.compiler import refusal
 from jaxserve.server.openai import Generation
 from jaxserve.server.served import ServedModel
@@ -14,7 +14,8 @@ COMPILE_TIMEOUT_S = 30.0  # the wait for its turn and, with the first grammar, f
 
 
 async def with_grammar(generation: Generation, model: ServedModel) -> Generation:
-    """The same, its requests carrying the compiled grammar. Raises RequestError, which quotes the reason.
+    """The same, its requests carrying the compiled grammar. Raises RequestError, which quotes the reason, and
+    UnavailableError when it takes too long.
 
     Compiling goes on in a thread of its own; the event loop is free meanwhile.
     """
@@ -27,11 +28,9 @@ async def with_grammar(generation: Generation, model: ServedModel) -> Generation
         grammar = await asyncio.wait_for(asyncio.shield(made), COMPILE_TIMEOUT_S)
     except TimeoutError:
         made.add_done_callback(lambda done: done.cancelled() or done.exception())
-        raise RequestError(
-            f"'{spec.param}' was not compiled within {COMPILE_TIMEOUT_S:g} seconds; make it simpler, or try "
-            "again when the server is less busy.",
-            param=spec.param,
-            code="invalid_grammar",
+        raise UnavailableError(
+            f"'{spec.param}' was not compiled within {COMPILE_TIMEOUT_S:g} seconds, for the server is busy "
+            "with other grammars; try again later."
         ) from None
     except GrammarError as error:
         raise refusal(error, spec.param) from None

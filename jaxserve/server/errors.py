@@ -73,6 +73,17 @@ class Interrupted(RequestError):
         super().__init__("The server is shutting down and could not finish this answer.", code="unavailable")
 
 
+class GrammarTooCostly(RequestError):
+    """The answer had to be given up for the work that its grammar takes."""
+
+    def __init__(self, reason: str):
+        super().__init__(
+            f"The answer can't go on, for its grammar is too costly: {reason}. Make the schema, regular "
+            "expression or grammar that it must follow simpler, or less ambiguous.",
+            code="grammar_too_costly",
+        )
+
+
 class TimedOut(RequestError):
     """The request's own timeout, or the server's limit of waiting, has passed."""
 
@@ -95,6 +106,8 @@ def failure_of(event: Event) -> RequestError | None:
         return EngineFailure()
     if event.finish_reason == "abort":
         return Interrupted()
+    if event.finish_reason == "grammar":
+        return GrammarTooCostly((event.error or "").rstrip("."))
     if event.finish_reason == "timeout":
         return TimedOut(f"{(event.error or 'the time is up').capitalize()}.")
     return None

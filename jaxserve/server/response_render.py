@@ -60,7 +60,7 @@ class ResponseRenderer:
     def failed(self, error: RequestError) -> str:
         """The event that ends the stream when the answer can't go on."""
         self._status = "failed"
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         response = {**self._response(), "error": {"code": code, "message": error.message}}
         self._emit("response.failed", response=response)
         return self._take()

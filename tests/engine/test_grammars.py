@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.engine import grammars
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import GrammarError
+from jaxserve.errors import GrammarError, GrammarLimitError
 from jaxserve.grammar import spec as specs
 from jaxserve.grammar.compiler import GrammarCompiler
 from jaxserve.types import Event, Grammar, Request, SamplingParams
@@ -84,13 +86,20 @@ def serve(
     st.lists(st.integers(0, 12), min_size=6, max_size=6),
     st.sampled_from([0.0, 1.0]),
     st.booleans(),
+    st.sampled_from([1, 1, 3, 4]),
     st.integers(0, 2**20),
 )
-@settings(max_examples=15)
+@settings(max_examples=20)
 def test_answers_match_their_grammar_and_neighbours_are_what_they_are_alone(
-    patterns: list[str | None], arrivals: list[int], temperature: float, tight: bool, seed: int
+    patterns: list[str | None],
+    arrivals: list[int],
+    temperature: float,
+    tight: bool,
+    decode_steps: int,
+    seed: int,
 ):
     config = replace(CONFIG, num_pages=17 + 4, decode_buckets=(), prefill_buckets=()) if tight else CONFIG
+    config = replace(config, decode_steps=decode_steps)
     requests = [
         request(
             n, grammar_of(pattern), temperature=temperature, prompt=[3 + (seed + n) % 99] * (1 + seed % 7)
@@ -103,6 +112,19 @@ def test_answers_match_their_grammar_and_neighbours_are_what_they_are_alone(
             assert re.fullmatch(pattern, answer.text), (pattern, answer.text)
         assert answer.last.finish_reason in ("stop", "length")
         assert answer.ids == serve([one])[0][0].ids
+
+
+def test_with_several_steps_a_launch_the_free_take_them_while_nobody_has_a_grammar():
+    config = replace(CONFIG, decode_steps=4)
+    free, held = request(0, None, max_tokens=40), request(1, grammar_of("[ab]{6}"))
+    answers, engine = serve([free, held], config, arrivals=[0, 6], eos_every=None)
+    assert re.fullmatch("[ab]{6}", answers[1].text)
+    assert answers[0].ids == serve([free], CONFIG, eos_every=None)[0][0].ids
+    steps = [step for plan in engine._runner.plans for step in plan.steps if step.kind == "decode"]
+    assert {step.iterations for step in steps if len(step.rows) == 2} == {1}, "a mask is of one id"
+    alone = [step.iterations for step in steps if len(step.rows) == 1]
+    assert alone.count(4) >= 4
+    assert alone[-1] == 4 or 4 in alone[-3:], "and again when the grammar has gone"
 
 
 def test_preempted_answers_go_on_where_they_were_in_their_grammar():
@@ -211,6 +233,65 @@ def test_a_grammar_that_fails_ends_its_own_request_alone():
     assert "too much work" in (answers[0].last.error or "")
     assert answers[1].text == "a" * 8
     assert engine.stats().state == "ready"
+
+
+class _Costly:
+    """Any text; the mask for the id `fails_at` is too costly, and each takes `cpu_s` of a thread's time."""
+
+    is_complete = False
+
+    def __init__(self, fails_at: int | None = None, cpu_s: float = 0.0):
+        self.fails_at, self.cpu_s, self.taken = fails_at, cpu_s, 0
+
+    def start(self) -> _Costly:
+        return _Costly(self.fails_at, self.cpu_s)
+
+    def advance(self, token_id: int) -> None:
+        self.taken += 1
+
+    def fill(self, words: np.ndarray) -> None:
+        end_s = time.thread_time() + self.cpu_s
+        while time.thread_time() < end_s:
+            pass
+        if self.taken == self.fails_at:
+            raise GrammarLimitError("too many items")
+        words[:] = -1
+
+
+@pytest.mark.parametrize("eos_every", [None, 1])
+def test_a_mask_that_is_too_costly_ends_its_own_request_behind_the_ids_that_are_good(eos_every: int | None):
+    """Also where the next id would be an end: it was picked without a mask."""
+
+    class Held(_Costly):
+        def start(self) -> Held:
+            return Held(self.fails_at)
+
+        def fill(self, words: np.ndarray) -> None:
+            super().fill(words)
+            words[:] = 0
+            words[0] = 1 << 5
+
+    requests = [request(0, Held(3)), request(1, grammar_of("a{8}")), request(2, None)]
+    answers, engine = serve(requests, eos_every=eos_every)
+    assert answers[0].last.finish_reason == "grammar"
+    assert answers[0].last.error == "too many items"
+    assert answers[0].ids[:-1] == [5, 5, 5], "and one that is not good"
+    assert answers[0].text == "\x02" * 3
+    assert answers[1].text == "a" * 8
+    assert answers[2].ids == serve([requests[2]], eos_every=eos_every)[0][0].ids
+    assert engine.stats().state == "ready"
+
+
+def test_an_answer_whose_masks_take_too_much_time_in_all_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammars, "EXCESS_CPU_S", 0.05)
+    dear = grammars.TOKEN_CPU_S + 0.02
+    requests = [request(0, _Costly(cpu_s=dear)), request(1, _Costly()), request(2, grammar_of("[ab]{20}"))]
+    answers, _ = serve(requests, eos_every=None)
+    assert answers[0].last.finish_reason == "grammar"
+    assert "processor time" in (answers[0].last.error or "")
+    assert 1 <= len(answers[0].ids) <= 3, "two that fit at most, and one that did not"
+    assert answers[1].last.finish_reason == "length"
+    assert len(answers[2].text) == 20
 
 
 def test_an_aborted_request_leaves_no_grammar_behind():
