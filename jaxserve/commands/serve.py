@@ -105,7 +105,7 @@ def _add_security_flags(parser: argparse.ArgumentParser) -> None:
     )
     security.add_argument(
         "--max-requests-per-key", type=count, metavar="N",
-        help="requests that one key may have under way; beyond that the answer is 429",
+        help="requests that one key may have under way, by the answers they ask for; beyond that it is 429",
     )
     security.add_argument(
         "--allowed-origins", nargs="+", default=[], metavar="ORIGIN",

@@ -14,6 +14,7 @@ from aiohttp import web
 from jaxserve.errors import RequestError
 from jaxserve.server.bridge import Stream
 from jaxserve.server.errors import failure_of
+from jaxserve.server.security import count_answers
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import STATE
 from jaxserve.types import Event, Request
@@ -52,6 +53,7 @@ async def opened[T: Asked](
     serving = state.serving()
     try:
         asked = await understand(serving.model, arrival_s)
+        count_answers(request, len(asked.requests))
         stream = state.bridge.open(state.serving().engine, asked.requests)
     except RequestError as error:
         serving.metrics.reject(error.code)

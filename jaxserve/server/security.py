@@ -97,20 +97,46 @@ class Keys:
             raise Unauthorized("The API key in the header 'Authorization' is not one of this server's keys.")
         return matches.index(True)
 
-    def enter(self, key: int) -> None:
-        """One more open request; raises TooManyRequests. `leave` must follow."""
-        if self._max_requests is not None and self._num_open[key] >= self._max_requests:
-            raise TooManyRequests(
-                f"This API key has {self._num_open[key]} requests under way, as many as it may have "
-                "(--max-requests-per-key): wait for one to end."
-            )
-        self._num_open[key] += 1
+    def enter(self, key: int) -> Place:
+        """A place for one more request; raises TooManyRequests. `leave` must follow."""
+        self._take(key, 1)
+        return Place(self, key)
 
-    def leave(self, key: int) -> None:
-        self._num_open[key] -= 1
+    def _take(self, key: int, count: int) -> None:
+        num_open, most = self._num_open[key], self._max_requests
+        if most is not None and num_open + count > most:
+            more = "" if count == 1 else f", and this request needs {count} more places"
+            raise TooManyRequests(
+                f"This API key has {num_open} of the {most} requests under way that it may have "
+                f"(--max-requests-per-key){more}: wait for one to end."
+            )
+        self._num_open[key] += count
+
+
+class Place:
+    """What one HTTP request counts for among those of its key: one at first, then each answer it asks for."""
+
+    def __init__(self, keys: Keys, key: int):
+        self._keys, self._key, self._size = keys, key, 1
+
+    def grow(self, num_answers: int) -> None:
+        """Raises TooManyRequests if there is no room now, RequestError if there never is."""
+        most = self._keys._max_requests
+        if most is not None and num_answers > most:
+            raise RequestError(
+                f"This request asks for {num_answers} answers, and an API key may have {most} under way "
+                "(--max-requests-per-key): send fewer prompts, or lower 'n' or 'best_of'."
+            )
+        if num_answers > self._size:
+            self._keys._take(self._key, num_answers - self._size)
+            self._size = num_answers
+
+    def leave(self) -> None:
+        self._keys._num_open[self._key] -= self._size
 
 
 KEYS = web.AppKey("keys", Keys)
+PLACE = web.RequestKey("place", Place)
 ORIGINS = web.AppKey("origins", frozenset[str])
 
 
@@ -138,14 +164,23 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     keys = request.app[KEYS]
     try:
-        keys.enter(key)
+        place = request[PLACE] = keys.enter(key)
     except TooManyRequests as error:
         _count(request, error)
         raise
     try:
         return await handler(request)
     finally:
-        keys.leave(key)
+        place.leave()
+
+
+def count_answers(request: web.Request, num_answers: int) -> None:
+    """Let the request take as many places of its key as it asks for answers: each is work like a request.
+
+    Raises RequestError if they are not there.
+    """
+    if (place := request.get(PLACE)) is not None:
+        place.grow(num_answers)
 
 
 def _count(request: web.Request, error: RequestError) -> None:

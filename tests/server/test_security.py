@@ -146,6 +146,43 @@ def test_a_key_may_have_so_many_requests_under_way_and_no_more(locked):
     assert locked.request("POST", "/v1/completions", BODY, BEARER)[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["x", "y"]}),
+        ("/v1/completions", {"prompt": "x", "n": 2}),
+        ("/v1/completions", {"prompt": "x", "best_of": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True}),
+        ("/v1/embeddings", {"input": ["x", "y"]}),
+    ],
+)
+def test_a_request_takes_as_many_places_as_it_asks_for_answers(locked, path, fields):
+    body = fields if path == "/v1/embeddings" else {"max_tokens": 2, **fields}
+    alone = raw_post("/v1/completions", BODY, headers=f"Authorization: Bearer {KEY}\r\nConnection: close\r\n")
+    pair = raw_post(path, body, headers=f"Authorization: Bearer {KEY}\r\nConnection: close\r\n")
+    for first, num_open, then in ((pair, 2, ("/v1/completions", BODY)), (alone, 1, (path, body))):
+        locked.runner.hold()
+        with locked.connect() as connection:
+            connection.sendall(first)
+            locked.wait(lambda num_open=num_open: locked.server.num_open == num_open)
+            status, headers, raw = locked.request("POST", *then, BEARER)
+            assert status == 429
+            assert headers["Retry-After"] == "1"
+            assert json.loads(raw)["error"]["code"] == "too_many_requests"
+            locked.runner.release()
+            assert read_all(connection).startswith(b"HTTP/1.1 200")
+        assert locked.request("POST", path, body, BEARER)[0] == 200, "its places are free again"
+        locked.wait_idle()
+
+
+def test_more_answers_than_a_key_may_ever_have_are_refused_for_good(locked):
+    status, headers, raw = locked.request("POST", "/v1/completions", {**BODY, "prompt": ["x"] * 3}, BEARER)
+    assert status == 400
+    assert "Retry-After" not in headers
+    assert "3 answers" in json.loads(raw)["error"]["message"]
+    assert locked.request("POST", "/v1/completions", {**BODY, "prompt": ["x"] * 2}, BEARER)[0] == 200
+
+
 def test_what_is_refused_for_its_key_is_counted_by_its_reason():
     options = ServerOptions(port=0, api_keys=(KEY,), max_requests_per_key=1)
     with RunningServer(options=options) as running:
