@@ -1,4 +1,4 @@
-"""Scoring clients get a real model's golden log-likelihoods from the server, by `echo` and `logprobs`."""
+"""Scoring clients get the real models' golden log-likelihoods from the server, by `echo` and `logprobs`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxserve.ops.backend import XLA
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.weights.model_files import open_model
 from tests.server.running import MODEL, RunningServer
-from tests.test_golden import read_cases
+from tests.test_golden import Case, read_cases
 
-CASES = (0, 4)  # the prompts of 5 and 21 tokens
+CASES = (0, 4)  # the prompts of some 5 and 21 tokens
 CONFIG = EngineConfig(
     max_model_len=80, num_pages=7, max_num_seqs=1, max_prefill_tokens=32,
     decode_buckets=(1,), prefill_buckets=((1, 32),),
@@ -31,25 +31,29 @@ class RealServer(RunningServer):
         try:
             super().__init__(config=CONFIG, tokenizer=files.load_tokenizer())
             params = files.load_params("float32")
+            self.eos_ids = self.model.tokenizer.eos_ids
             self.runner = ModelRunner(files.config, params, CONFIG, XLA, dtype="float32", cache=cache)
         finally:
             files.close()
         self.runner.release = lambda: None
 
 
-@pytest.fixture(scope="module")
-def client(smollm2_gguf: Path, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[openai.OpenAI, list[Case]]]:
+    """A client of the model, and its cases."""
+    path: Path = request.getfixturevalue(request.param.split("-")[0] + "_gguf")
     cache = request.config.cache.mkdir("compiled-steps")  # compiling takes most of the time
     with (
-        RealServer(smollm2_gguf, cache) as server,
+        RealServer(path, cache) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=600) as client,
     ):
-        yield client
+        cases = read_cases(request.param, server.eos_ids)
+        yield client, [cases[n] for n in CASES]
 
 
-def test_echo_with_logprobs_gives_the_golden_log_likelihoods(client):
+def test_echo_with_logprobs_gives_the_golden_log_likelihoods(served):
     """Prompt and reference answer, sent as ids, in several chunks; and the likeliest after each prompt."""
-    cases = [read_cases("smollm2-135m", frozenset({2}))[n] for n in CASES]
+    client, cases = served
     prompts = [[*case.prompt_ids, *case.greedy_ids] for case in cases]
     fields = {"model": MODEL, "echo": True, "logprobs": 10, "temperature": 0}
     answer = client.completions.create(prompt=prompts, max_tokens=1, **fields)
