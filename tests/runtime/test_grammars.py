@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -78,14 +79,15 @@ def alone(tiny: Tiny, request: Request) -> list[int]:
     return ids[len(request.prompt_ids) :]
 
 
-@pytest.fixture(scope="module")
-def runner(llama: Tiny) -> ModelRunner:
-    return llama.runner(CONFIG, XLA)
+@pytest.fixture(scope="module", params=[1, 4])
+def runner(llama: Tiny, request: pytest.FixtureRequest) -> ModelRunner:
+    """With several decode steps a launch, those without a grammar take them once they are alone."""
+    return llama.runner(replace(CONFIG, decode_steps=request.param), XLA)
 
 
 def serve(runner: ModelRunner, requests: Sequence[Request]) -> dict[str, tuple[list[int], str, str]]:
     events: list[Event] = []
-    engine = Engine(CONFIG, runner, TOKENIZER, deliver=events.extend, vocab_size=VOCAB)
+    engine = Engine(runner.config, runner, TOKENIZER, deliver=events.extend, vocab_size=VOCAB)
     engine.start(in_thread=False)
     for request in requests:
         engine.submit(request)
