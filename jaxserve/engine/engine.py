@@ -89,6 +89,7 @@ class Engine:
         self._in_flight: list[Any] = []  # handles launched and not fetched: none or one between turns
         self._fetched: list[tuple[StepResult, ...]] = []  # in this turn, and not applied yet
         self._grammars = Grammars(tokenizer.vocab_size if vocab_size is None else vocab_size)
+        self._published = (0, 0)  # who waits, and free slots, as they were told last
         self._events: list[Event] = []  # of this turn
         self._ended_ids: list[str] = []  # of this turn
         self._num_aborted_by_drain = 0
@@ -198,7 +199,7 @@ class Engine:
         return bool(self._live or self._in_flight)
 
     def _advance(self, now: float) -> None:
-        self._obey(now)
+        has_commands = self._obey(now)
         self._expire(now)
         self._scheduler.admit(now)
         plan = self._scheduler.schedule()
@@ -214,9 +215,12 @@ class Engine:
             for step in plan.steps:
                 self._num_steps[step.kind] += 1
                 self._num_tokens += sum(row.query_len for row in step.rows)
-        self._publish()
         # Fetch the launch before this one; this one only when there is nothing to launch behind it.
-        if len(self._in_flight) > (plan is not None):
+        fetches = len(self._in_flight) > (plan is not None)
+        places = self._scheduler.num_waiting, self._scheduler.num_free_slots
+        if has_commands or places != self._published or not (fetches or self._fetched):
+            self._publish()  # before the wait: who comes in it is to find the places that are free
+        if fetches:
             self._fetch()
         if self._fetched:
             now = time.monotonic()
@@ -262,7 +266,8 @@ class Engine:
             self._fetch()
         return self._grammars.masks(step.batch, rows, self._scheduler.peek(self._fetched))
 
-    def _obey(self, now: float) -> None:
+    def _obey(self, now: float) -> bool:
+        """Do what came in since the last turn. Returns whether anything did."""
         commands, expired = self._intake.take(now)
         for command in commands:
             if isinstance(command, Request):
@@ -273,6 +278,7 @@ class Engine:
             self._num_aborted_by_drain += len(self._live)
             for live in list(self._live.values()):
                 self._abort(live, now)
+        return bool(commands)
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is up, wherever they are."""
@@ -314,7 +320,7 @@ class Engine:
                 logger.error("request %s got other ids after a preemption", seq.request.request_id)
                 self._end(live, "error", now, error=DIVERGED)
                 continue
-            figures = figures_of(seq)
+            figures = figures_of(seq) if seq.tells_logprobs else {}
             if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
                 self._end_prompt(live, now, figures)
                 continue
@@ -339,7 +345,7 @@ class Engine:
                     token_ids=(token_id,), text=text, stop_reason=stop_reason, **figures,
                 )  # fmt: skip
                 continue
-            self._events.append(token_event(seq, now, token_id, text, **figures))
+            self._events.append(token_event(seq, now, token_id, text, figures))
 
     def _end_prompt(self, live: _Live, now: float, figures: dict[str, Any]) -> None:
         """The end of a request of which only the prompt was to be computed."""
@@ -372,6 +378,7 @@ class Engine:
     def _publish(self) -> None:
         """Show this turn's figures before its events: who has seen the last event sees a free slot."""
         num_waiting = self._scheduler.num_waiting
+        self._published = num_waiting, self._scheduler.num_free_slots
         stats = EngineStats(
             num_running=len(self._live) - num_waiting,
             num_waiting=num_waiting,

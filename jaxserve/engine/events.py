@@ -10,18 +10,12 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.types import Event, FinishReason, Request, Timeline, TokenLogprobs
 
 
-def token_event(seq: Sequence, now: float, token_id: int, text: str, **figures: Any) -> Event:
+def token_event(seq: Sequence, now: float, token_id: int, text: str, figures: dict[str, Any]) -> Event:
     """One more token of a request that goes on; `figures` are those of `figures_of`."""
     return Event(
-        seq.request.request_id,
-        now,
-        (token_id,),
-        text,
-        num_prompt_tokens=seq.num_prompt,
-        num_output_tokens=len(seq.output_ids),
-        num_cached_tokens=seq.num_hit,
-        **figures,
-    )
+        seq.request.request_id, now, (token_id,), text, None, None, None,
+        seq.num_prompt, len(seq.output_ids), seq.num_hit, None, **figures,
+    )  # fmt: skip
 
 
 def last_event(

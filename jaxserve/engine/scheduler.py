@@ -9,7 +9,7 @@ from itertools import batched, chain
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.kv_pages import KVPages
-from jaxserve.engine.plan import Plan, StepResult
+from jaxserve.engine.plan import Plan, Row, Step, StepResult
 from jaxserve.engine.queue import WaitingQueue, rank
 from jaxserve.engine.sequence import Rank, Sequence, SequenceState, rank_of
 from jaxserve.engine.steps import StepPlanner
@@ -241,35 +241,30 @@ class Scheduler:
             assert len(result.token_ids) == len(step.rows) * step.iterations, (
                 f"{len(result.token_ids)} ids for {len(step.rows)} rows of a {step.kind} step"
             )
-            tells_logprobs, is_loop = bool(result.logprobs), step.iterations > 1
-            batches = batched(result.token_ids, step.iterations)
-            for n, (row, ids, seq) in enumerate(zip(step.rows, batches, owners)):
-                if row.targets:
-                    seq.prompt_logprobs.extend(result.prompt_logprobs[n])
-                if row.num_pooled:
-                    assert result.pooled is not None, "a step that pools brought nothing"
-                    seq.add_pooled(result.pooled[n])
-                if not row.sample:
+            rows = list(zip(step.rows, owners))
+            if step.kind == "prefill":
+                _take_figures(rows, result)
+            if result.logprobs:
+                for (_, seq), one in zip(rows, result.logprobs):
+                    seq.last_logprobs = one
+            for seq, token_id in _sampled(step, rows, result):
+                if seq.state is SequenceState.FINISHED:
                     continue
-                if tells_logprobs:
-                    seq.last_logprobs = result.logprobs[n]
-                for token_id in ids[: row.query_len] if is_loop else ids:
-                    if seq.state is SequenceState.FINISHED:
-                        break
-                    seq.num_read_outputs += 1
-                    if seq.num_read_outputs <= len(seq.output_ids):  # a replay: it is known, and told
-                        if token_id != seq.output_ids[seq.num_read_outputs - 1]:
-                            seq.has_diverged = True
-                            yield seq, token_id
-                        continue
-                    if seq.first_token_s is None:
-                        seq.first_token_s = now
-                    seq.last_token_s = now
-                    seq.output_ids.append(token_id)
-                    num_known = seq.num_prompt + len(seq.output_ids)
-                    if seq.register_at <= num_known and token_id not in seq.end_ids:  # which isn't written
-                        self._kv.register(seq)
-                    yield seq, token_id
+                seq.num_read_outputs = num_read = seq.num_read_outputs + 1
+                output_ids = seq.output_ids
+                if num_read <= len(output_ids):  # a replay: it is known, and told
+                    if token_id != output_ids[num_read - 1]:
+                        seq.has_diverged = True
+                        yield seq, token_id
+                    continue
+                if seq.first_token_s is None:
+                    seq.first_token_s = now
+                seq.last_token_s = now
+                output_ids.append(token_id)
+                num_known = seq.num_prompt + num_read
+                if seq.register_at <= num_known and token_id not in seq.end_ids:  # which isn't written
+                    self._kv.register(seq)
+                yield seq, token_id
 
     def finish(self, seq: Sequence) -> None:
         """End a sequence in whatever state it is; slot and pages are free from here on."""
@@ -378,6 +373,26 @@ class Scheduler:
         elif is_holder:
             self._ending.discard(seq)
             self._kv.release(seq)
+
+
+def _take_figures(rows: Iterable[tuple[Row, Sequence]], result: StepResult) -> None:
+    """Take in what a prefill step tells of its prompts."""
+    for n, (row, seq) in enumerate(rows):
+        if row.targets:
+            seq.prompt_logprobs.extend(result.prompt_logprobs[n])
+        if row.num_pooled:
+            assert result.pooled is not None, "a step that pools brought nothing"
+            seq.add_pooled(result.pooled[n])
+
+
+def _sampled(
+    step: Step, rows: Iterable[tuple[Row, Sequence]], result: StepResult
+) -> list[tuple[Sequence, int]]:
+    """The ids that mean something, in order, with their owners."""
+    if step.iterations == 1:
+        return [(seq, token_id) for (row, seq), token_id in zip(rows, result.token_ids) if row.sample]
+    by_row = zip(rows, batched(result.token_ids, step.iterations))
+    return [(seq, token_id) for (row, seq), ids in by_row for token_id in ids[: row.query_len]]
 
 
 def _expendability(seq: Sequence, by_priority: bool) -> tuple[int, int, Rank]:

@@ -67,6 +67,7 @@ class Sequence:
         "request",
         "slot",
         "state",
+        "tells_logprobs",
     )
 
     def __init__(
@@ -79,6 +80,7 @@ class Sequence:
         params = request.params
         # Only the sampler looks at its logits, so that several decode steps may share a launch.
         self.is_plain = params.logprobs is None and not params.is_shaped and request.grammar is None
+        self.tells_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self.num_prompt = len(request.prompt_ids)
         self.max_outputs = max(1, params.max_tokens)  # the one of max_tokens 0 is dropped in the end
         self.rank = rank
