@@ -88,8 +88,9 @@ def load_engine(
         source = _template_source(options.chat_template) or files.chat_template()
         template = None if source is None else chat_template(tokenizer, source)
         backend = choose(
-            options.attention_backend, options.linear_backend, head_dim=files.config.head_dim
-        )
+            options.attention_backend, options.linear_backend,
+            head_dim=files.config.head_dim, features=files.config.attention_features,
+        )  # fmt: skip
         dtype = "bfloat16" if options.dtype == "auto" else options.dtype
         params = files.load_params(dtype, progress)
         model, name = files.config, files.name

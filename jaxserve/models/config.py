@@ -10,11 +10,36 @@ from jaxserve.errors import ConfigError, WeightsError
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How RoPE's D/2 frequencies, theta^(-2i/D), are changed. See models/rope_scaling.py for the methods."""
+
+    factors: tuple[float, ...] = ()  # what each frequency is divided by; (): by 1
+    long_factors: tuple[float, ...] = ()  # in place of `factors` where the context is longer than `original`
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it
+    ntk_factor: float | None = None  # theta grows with the context's length beyond `original`, times this
+    original: int | None = None  # tokens that the frequencies were trained for, where the above need it
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """What may differ from layer to layer. `window` None attends to the whole context."""
 
     window: int | None
-    rope_theta: float
+    rope_theta: float | None  # None: no RoPE
+    rope: RopeScaling = RopeScaling()
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A feed-forward block of experts, of which a token takes those with the largest router logits."""
+
+    num_experts: int
+    num_active: int  # experts a token
+    expert_size: int  # width of an expert
+    normalise: bool  # the weights of a token's experts sum to 1, as if the others were not there
+    shared_size: int = 0  # width of an expert that all tokens take beside these; 0: none
+    router_bias: bool = False
+    expert_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +59,24 @@ class ModelConfig:
     max_position: int  # context length the model was trained for
     rms_norm_eps: float
     attention_scale: float
-    activation: str  # "silu", "gelu_tanh"
+    activation: str  # of ops/gate.py
     tie_embeddings: bool
     embedding_scale: float | None  # embeddings are multiplied by it (gemma)
-    qk_norm: bool  # RMS norm on each query and key head (gemma3)
+    qk_norm: bool  # RMS norm on each query and key head (gemma3), or with `wide_qk_norm` on all heads at once
     post_norms: bool  # norms after attention and MLP too (gemma3)
     layers: tuple[LayerConfig, ...]
+    wide_qk_norm: bool = False
+    pre_norms: bool = True  # norms before attention and MLP
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rotary_dim: int | None = None  # leading values of a head that RoPE turns; None: all
+    attention_soft_cap: float | None = None  # a score s becomes cap * tanh(s / cap)
+    logit_soft_cap: float | None = None  # the same, of logits
+    attention_sinks: bool = False  # each head has one more, constant score, that goes nowhere
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
+    moe: MoEConfig | None = None  # in place of the MLP
 
     def __post_init__(self) -> None:
         for name in (
@@ -52,15 +89,34 @@ class ModelConfig:
             "num_heads", self.num_heads, self.num_heads % self.num_kv_heads == 0,
             f"a multiple of num_kv_heads, {self.num_kv_heads}",
         )  # fmt: skip
+        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        _require(
+            "rotary_dim", rotary_dim, rotary_dim % 2 == 0 and 0 < rotary_dim <= self.head_dim,
+            f"even, and at most the head size, {self.head_dim}",
+        )  # fmt: skip
         for layer in self.layers:
-            _require("rope_theta", layer.rope_theta, 0 < layer.rope_theta < math.inf, "a number above 0")
+            theta = layer.rope_theta
+            _require("rope_theta", theta, theta is None or 0 < theta < math.inf, "a number above 0")
+            for factors in (layer.rope.factors, layer.rope.long_factors):
+                _require("RoPE factors", factors, len(factors) in (0, rotary_dim // 2), f"{rotary_dim // 2}")
             _require("window", layer.window, layer.window is None or layer.window >= 1, "at least 1")
         for name in ("rms_norm_eps", "attention_scale"):
             _require(name, value := getattr(self, name), 0 < value < math.inf, "a number above 0")
 
+        if self.moe is not None:
+            _require(
+                "active experts", self.moe.num_active, 1 <= self.moe.num_active <= self.moe.num_experts,
+                f"at most the number of experts, {self.moe.num_experts}",
+            )  # fmt: skip
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def attention_features(self) -> frozenset[str]:
+        """What it asks of attention beyond windows: not every kernel has them."""
+        return frozenset({"sinks"} if self.attention_sinks else ())
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,10 +125,18 @@ class ModelConfig:
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """Inverse of `to_json`. Raises ConfigError that names a missing or unknown key."""
         try:
-            layers = tuple(LayerConfig(**layer) for layer in data["layers"])
-            return cls(**{**data, "layers": layers})
+            layers = tuple(_layer_from_json(layer) for layer in data["layers"])
+            moe = data.get("moe")
+            return cls(**{**data, "layers": layers, "moe": None if moe is None else MoEConfig(**moe)})
         except (KeyError, TypeError, WeightsError) as error:
             raise ConfigError(f"model config: {error}") from error
+
+
+def _layer_from_json(data: dict[str, Any]) -> LayerConfig:
+    rope: dict[str, Any] = dict(data.get("rope", {}))
+    for key, value in rope.items():
+        rope[key] = tuple(value) if isinstance(value, list) else value
+    return LayerConfig(**{**data, "rope": RopeScaling(**rope)})
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:

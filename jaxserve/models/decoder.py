@@ -9,14 +9,18 @@ them as flat leaves and merges them inside the traced function.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import ModelConfig, RopeScaling
+from jaxserve.models.rope_scaling import frequencies
 from jaxserve.ops.backend import Backend
+from jaxserve.ops.moe import mix_experts, route
 from jaxserve.ops.norm import rms_norm
 from jaxserve.ops.paging import write_indices
 from jaxserve.ops.rope import apply_rope, rope_angles
@@ -45,7 +49,8 @@ class _Places(NamedTuple):
     """What every layer needs to know of where this step's tokens are; computed once a step."""
 
     write: jax.Array  # [B, Q] pool index of each token
-    cos: jax.Array  # [R, B, Q, D/2], one table for each RoPE base of the model
+    is_live: jax.Array  # [B, Q] bool: not padding
+    cos: jax.Array  # [R, B, Q, D/2], one table for each RoPE of the model
     sin: jax.Array
     table_of_layer: jax.Array  # [L] which of the R tables
     window_of_layer: jax.Array  # [L] int32
@@ -56,15 +61,20 @@ class _Places(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """A dense layer without bias: weight [out, in], or [L, out, in] for all layers at once."""
+    """A dense layer: weight [out, in], or [L, out, in] for all layers at once; a bias [L, out] is float32."""
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DType):
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DType, *, bias: bool = False):
         self.weight = nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape[:-1], jnp.float32), logical_axes=axes[:-1]) if bias else None
 
     def __call__(
         self, x: jax.Array, backend: Backend, layer: jax.Array | None = None, *, out_dtype: DType = None
     ) -> jax.Array:
-        return backend.linear(x, self.weight[...], layer, out_dtype=out_dtype)
+        if self.bias is None:
+            return backend.linear(x, self.weight[...], layer, out_dtype=out_dtype)
+        y = backend.linear(x, self.weight[...], layer, out_dtype=jnp.float32)
+        bias = self.bias[...] if layer is None else self.bias[...][layer]
+        return (y + bias).astype(x.dtype if out_dtype is None else out_dtype)
 
 
 class Norm(nnx.Module):
@@ -85,10 +95,13 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: DType):
         L, N, K, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
         H = config.hidden_size
-        self.qkv = Linear((L, (N + 2 * K) * D, H), ("layers", "heads", "embed"), dtype)
-        self.out = Linear((L, H, N * D), ("layers", "embed", "heads"), dtype)
-        self.q_norm = Norm((L, D), config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = Norm((L, D), config.rms_norm_eps) if config.qk_norm else None
+        self.qkv = Linear((L, (N + 2 * K) * D, H), ("layers", "heads", "embed"), dtype, bias=config.qkv_bias)
+        self.out = Linear((L, H, N * D), ("layers", "embed", "heads"), dtype, bias=config.out_bias)
+        q_width, k_width = (N * D, K * D) if config.wide_qk_norm else (D, D)
+        self.q_norm = Norm((L, q_width), config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = Norm((L, k_width), config.rms_norm_eps) if config.qk_norm else None
+        sinks = lambda: nnx.Param(jnp.zeros((L, N), jnp.float32), logical_axes=("layers", "heads"))
+        self.sinks = sinks() if config.attention_sinks else None
         self.config = config
 
     def __call__(
@@ -100,7 +113,10 @@ class Attention(nnx.Module):
         heads = self.qkv(x, backend, layer).reshape(B, Q, N + 2 * K, D)
         q, k, v = heads[:, :, :N], heads[:, :, N : N + K], heads[:, :, N + K :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, layer), self.k_norm(k, layer)
+            q, k = (
+                norm(x.reshape(B, Q, -1), layer).reshape(x.shape) if config.wide_qk_norm else norm(x, layer)
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
         table = places.table_of_layer[layer]
         angles = places.cos[table], places.sin[table]
         q, k = apply_rope(q, angles), apply_rope(k, angles)
@@ -112,6 +128,7 @@ class Attention(nnx.Module):
             q, kv.keys, kv.values, layer, places.window_of_layer[layer],
             places.page_table, places.context_lens, places.query_lens,
             page_size=places.page_size, scale=config.attention_scale, num_kv_heads=K,
+            soft_cap=config.attention_soft_cap, sinks=None if self.sinks is None else self.sinks[...][layer],
         )  # fmt: skip
         return self.out(mixed.reshape(B, Q, N * D), backend, layer, out_dtype=jnp.float32), kv
 
@@ -121,13 +138,51 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DType):
         L, H, I = config.num_layers, config.hidden_size, config.intermediate_size  # noqa: E741
-        self.gate_up = Linear((L, 2 * I, H), ("layers", "mlp", "embed"), dtype)
-        self.down = Linear((L, H, I), ("layers", "embed", "mlp"), dtype)
+        self.gate_up = Linear((L, 2 * I, H), ("layers", "mlp", "embed"), dtype, bias=config.mlp_bias)
+        self.down = Linear((L, H, I), ("layers", "embed", "mlp"), dtype, bias=config.mlp_bias)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array, layer: jax.Array, backend: Backend) -> jax.Array:
+    def __call__(self, x: jax.Array, layer: jax.Array, is_live: jax.Array, backend: Backend) -> jax.Array:
         mixed = backend.gate(self.gate_up(x, backend, layer), self.activation)
         return self.down(mixed, backend, layer, out_dtype=jnp.float32)
+
+
+class MoE(nnx.Module):
+    """A router and its experts; those of all layers are one stack of matrices, layer by layer."""
+
+    def __init__(self, config: ModelConfig, dtype: DType):
+        assert config.moe is not None
+        moe, L, H = config.moe, config.num_layers, config.hidden_size
+        LE, I = L * moe.num_experts, moe.expert_size  # noqa: E741
+        axes = ("layers", "experts", "embed")
+        self.router = Linear((L, moe.num_experts, H), axes, dtype, bias=moe.router_bias)
+        matrix = lambda rows, columns, axes: Linear(
+            (LE, rows, columns), ("layers.experts", *axes), dtype, bias=moe.expert_bias
+        )
+        self.gate = matrix(I, H, ("mlp", "embed"))
+        self.up = matrix(I, H, ("mlp", "embed"))
+        self.down = matrix(H, I, ("embed", "mlp"))
+        shared = replace(config, intermediate_size=max(1, moe.shared_size), mlp_bias=False)
+        self.shared = MLP(shared, dtype) if moe.shared_size else None
+        self.shared_router = Linear((L, 1, H), ("layers", "one", "embed"), dtype) if moe.shared_size else None
+        self.config, self.activation = moe, config.activation
+
+    def __call__(self, x: jax.Array, layer: jax.Array, is_live: jax.Array, backend: Backend) -> jax.Array:
+        E = self.config.num_experts
+        rows = x.reshape(-1, x.shape[-1])  # [T, H]
+        logits = self.router(rows, backend, layer, out_dtype=jnp.float32)
+        experts, weights = route(logits, self.config.num_active, normalise=self.config.normalise)
+
+        def expert(x: jax.Array, number: jax.Array) -> jax.Array:
+            at = layer * E + number
+            gate_up = jnp.concatenate([self.gate(x, backend, at), self.up(x, backend, at)], axis=-1)
+            return self.down(backend.gate(gate_up, self.activation), backend, at, out_dtype=jnp.float32)
+
+        mixed = mix_experts(rows, experts, weights, is_live.reshape(-1), expert, num_experts=E)
+        if self.shared is not None and self.shared_router is not None:
+            share = jax.nn.sigmoid(self.shared_router(rows, backend, layer, out_dtype=jnp.float32))
+            mixed = mixed + share * self.shared(rows, layer, is_live, backend)
+        return mixed.reshape(x.shape)
 
 
 class Layers(nnx.Module):
@@ -139,25 +194,30 @@ class Layers(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DType):
         norm = lambda: Norm((config.num_layers, config.hidden_size), config.rms_norm_eps)
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_norm = norm() if config.pre_norms else None
+        self.mlp_norm = norm() if config.pre_norms else None
         self.post_attention_norm = norm() if config.post_norms else None
         self.post_mlp_norm = norm() if config.post_norms else None
         self.attention = Attention(config, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp: MLP | MoE = MLP(config, dtype) if config.moe is None else MoE(config, dtype)
         self.dtype = dtype
+        self.residual_scale = config.residual_scale
 
     def __call__(
         self, x: jax.Array, layer: jax.Array, kv: KVCache, places: _Places, backend: Backend
     ) -> tuple[jax.Array, KVCache]:
-        normed = self.attention_norm(x, layer).astype(self.dtype)
-        mixed, kv = self.attention(normed, layer, kv, places, backend)
-        if self.post_attention_norm is not None:
-            mixed = self.post_attention_norm(mixed, layer)
-        x = x + mixed
-        mixed = self.mlp(self.mlp_norm(x, layer).astype(self.dtype), layer, backend)
-        if self.post_mlp_norm is not None:
-            mixed = self.post_mlp_norm(mixed, layer)
-        return x + mixed, kv
+        mixed, kv = self.attention(self._before(self.attention_norm, x, layer), layer, kv, places, backend)
+        x = x + self._after(self.post_attention_norm, mixed, layer)
+        mixed = self.mlp(self._before(self.mlp_norm, x, layer), layer, places.is_live, backend)
+        return x + self._after(self.post_mlp_norm, mixed, layer), kv
+
+    def _before(self, norm: Norm | None, x: jax.Array, layer: jax.Array) -> jax.Array:
+        return (x if norm is None else norm(x, layer)).astype(self.dtype)
+
+    def _after(self, norm: Norm | None, mixed: jax.Array, layer: jax.Array) -> jax.Array:
+        if norm is not None:
+            mixed = norm(mixed, layer)
+        return mixed if self.residual_scale == 1 else self.residual_scale * mixed
 
 
 class Decoder(nnx.Module):
@@ -192,27 +252,44 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, backend: Backend) -> jax.Array:
         """Float32 logits [..., V] of `hidden` [..., H]."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        return head(self.final_norm(hidden).astype(self.dtype), backend, out_dtype=jnp.float32)
+        logits = head(self.final_norm(hidden).astype(self.dtype), backend, out_dtype=jnp.float32)
+        if self.config.logit_scale != 1:
+            logits = self.config.logit_scale * logits
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
 
 
 def _find_places(config: ModelConfig, batch: Batch, page_size: int) -> _Places:
     Q = batch.tokens.shape[1]
     positions = batch.start[:, None] + jnp.arange(Q)  # [B, Q]
     valid = jnp.arange(Q) < batch.query_lens[:, None]
-    thetas = sorted({layer.rope_theta for layer in config.layers})
-    tables = [rope_angles(positions, config.head_dim, theta) for theta in thetas]
+    ropes = list(dict.fromkeys((layer.rope_theta, layer.rope) for layer in config.layers))
+    dim = config.rotary_dim or config.head_dim
+    cos, sin = rope_angles(positions, jnp.array([_frequencies(dim, *rope) for rope in ropes], jnp.float32))
+    magnitudes = np.array([rope.attention_factor for _, rope in ropes], np.float32)
+    if (magnitudes != 1).any():
+        cos, sin = cos * magnitudes[:, None, None, None], sin * magnitudes[:, None, None, None]
     windows = [NO_WINDOW if layer.window is None else layer.window for layer in config.layers]
     return _Places(
         write=write_indices(batch.page_table, positions, valid, page_size=page_size),
-        cos=jnp.stack([cos for cos, _ in tables]),
-        sin=jnp.stack([sin for _, sin in tables]),
-        table_of_layer=jnp.array([thetas.index(layer.rope_theta) for layer in config.layers], jnp.int32),
+        is_live=valid,
+        cos=cos,
+        sin=sin,
+        table_of_layer=jnp.array([ropes.index((x.rope_theta, x.rope)) for x in config.layers], jnp.int32),
         window_of_layer=jnp.array(windows, jnp.int32),
         page_table=batch.page_table,
         context_lens=jnp.where(batch.query_lens > 0, batch.start + batch.query_lens, 0),
         query_lens=batch.query_lens,
         page_size=page_size,
     )
+
+
+def _frequencies(dim: int, theta: float | None, rope: RopeScaling) -> np.ndarray:
+    """[D/2] of one RoPE; all 0, so that nothing turns, without one."""
+    if theta is None:
+        return np.zeros(dim // 2)
+    return frequencies(dim, theta) / np.array(rope.factors or 1.0)
 
 
 def abstract_decoder(config: ModelConfig, dtype: DType) -> Decoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 from jaxserve.errors import WeightsError
@@ -42,31 +42,3 @@ class Metadata:
         if kind in (int, float) and default is not None and default > 0 and not cast(float, value) > 0:
             raise WeightsError(f"{key} = {value!r}: expected a number above 0")
         return value
-
-    def rope_theta(self, default: float) -> float:
-        """The RoPE base of a config.json: `rope_theta`, or inside `rope_parameters` in newer files."""
-        nested = self.get("rope_parameters", dict, {})
-        return Metadata(nested).get("rope_theta", float, None) or self.get("rope_theta", float, default)
-
-    def refuse_rope_scaling(self) -> None:
-        """Raise if a config.json asks for scaled or partial RoPE."""
-        for key in ("rope_scaling", "rope_parameters"):
-            scaling = self.get(key, dict, {})
-            kind = scaling.get("rope_type", scaling.get("type", "default"))
-            if kind != "default":
-                refuse(f"{key}.rope_type", kind, "default (unscaled)")
-            if (part := scaling.get("partial_rotary_factor", 1)) != 1:
-                refuse(f"{key}.partial_rotary_factor", part, "1 (whole heads)")
-        if (part := self.get("partial_rotary_factor", float, 1.0)) != 1:
-            refuse("partial_rotary_factor", part, "1 (whole heads)")
-
-    def refuse_gguf_rope_scaling(self, architecture: str, tensors: Container[str]) -> None:
-        """Raise if a GGUF file asks for scaled RoPE, by keys or by a tensor of factors (Llama 3.1)."""
-        key = f"{architecture}.rope.scaling.type"
-        if (kind := self.get(key, str, "none")) != "none":
-            refuse(key, kind, "none (unscaled)")
-        for key in (f"{architecture}.rope.scaling.factor", f"{architecture}.rope.scale_linear"):
-            if (factor := self.get(key, float, 0.0)) not in (0.0, 1.0):
-                refuse(key, factor, "1 (unscaled)")
-        if "rope_freqs.weight" in tensors:
-            refuse("rope_freqs.weight", "a tensor of RoPE factors", "unscaled RoPE")

@@ -5,11 +5,30 @@ from __future__ import annotations
 from typing import cast
 
 from jaxserve.errors import WeightsError
-from jaxserve.models import gemma3, llama
+from jaxserve.models import (
+    gemma,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)  # fmt: skip
 from jaxserve.models.family import Family
 from jaxserve.weights.source import TensorSource
 
-FAMILIES = cast(tuple[Family, ...], (llama, gemma3))
+_MODULES = (
+    llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, olmo2, granite,
+    smollm3,
+)  # fmt: skip
+FAMILIES = cast(tuple[Family, ...], _MODULES)
 
 
 def family_for(source: TensorSource) -> Family:

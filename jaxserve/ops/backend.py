@@ -49,10 +49,17 @@ XLA = Backend("xla", "xla", paged_attention_xla, linear_xla)
 XLA_TPU = replace(XLA, pool_lanes=128)
 
 
-def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NATIVE_HEAD_DIM) -> Backend:
+def choose(
+    attention: str = "auto",
+    linear: str = "auto",
+    *,
+    head_dim: int = NATIVE_HEAD_DIM,
+    features: frozenset[str] = frozenset(),
+) -> Backend:
     """The backend for JAX's default device. "auto" takes native CPU kernels where they run, else XLA.
 
-    `head_dim` is the model's: native attention doesn't take every size.
+    `head_dim` and `features` (ModelConfig.attention_features) are the model's: native attention takes neither
+    every size nor any feature.
 
     Raises ConfigError when a named one can't run here; it never falls back in silence.
     """
@@ -67,7 +74,12 @@ def choose(attention: str = "auto", linear: str = "auto", *, head_dim: int = NAT
     for flag, value in (("attention_backend", attention), ("linear_backend", linear)):
         if value == "native" and not usable:
             raise ConfigError(f"{flag}=native can't run here: {reason}; use auto or xla")
-    takes_heads = head_dim % NATIVE_HEAD_DIM == 0
+    takes_heads = head_dim % NATIVE_HEAD_DIM == 0 and not features
+    if attention == "native" and features:
+        raise ConfigError(
+            f"attention_backend=native can't run this model: it has attention {', '.join(sorted(features))}, "
+            "the kernel doesn't; use auto or xla"
+        )
     if attention == "native" and not takes_heads:
         raise ConfigError(
             f"attention_backend=native can't run this model: its heads have {head_dim} values, the kernel "
@@ -143,11 +155,14 @@ def _native_attention(
     page_size: int,
     scale: float,
     num_kv_heads: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     from jaxserve import native
 
     assert num_kv_heads in (None, k_pool.shape[2]), "the native kernels read pools of [K, D]"
+    assert sinks is None, "`choose` gives models with sinks another attention"
     return native.paged_attention(
         q, k_pool, v_pool, page_table, context_lens, query_lens, layer,
-        page_size=page_size, scale=scale, window=window,
+        page_size=page_size, scale=scale, window=window, soft_cap=soft_cap,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from jaxserve.engine.plan import History, Plan, Step, StepResult
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, abstract_decoder
+from jaxserve.models.rope_scaling import at_length
 from jaxserve.ops.backend import Backend
 from jaxserve.runtime import batch as layout
 from jaxserve.runtime import logprobs as scoring
@@ -79,6 +80,7 @@ class ModelRunner:
         cache: Path | None = None,
         progress: Progress | None = None,
     ):
+        model = at_length(model, config.max_model_len)
         self.model, self.config, self.backend = model, config, backend
         if config.deterministic:
             require_deterministic_device()

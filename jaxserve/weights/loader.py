@@ -29,8 +29,8 @@ def serving_dtype(name: str) -> np.dtype:
 
 
 def param_dtype(name: str, shape: Sequence[int], dtype: str) -> np.dtype:
-    """What a parameter is kept in: vectors and the norms of all layers stay float32, others take `dtype`."""
-    vector = len(shape) <= 1 or name.endswith("norm.weight")
+    """What a parameter is kept in: vectors, those of all layers too, stay float32, others take `dtype`."""
+    vector = len(shape) <= 1 or name.endswith(("norm.weight", ".bias", ".sinks"))
     return np.dtype(np.float32) if vector else serving_dtype(dtype)
 
 

@@ -11,11 +11,25 @@ import pytest
 from flax import nnx
 
 from jaxserve.errors import ConfigError, WeightsError
-from jaxserve.models.config import LayerConfig, ModelConfig
+from jaxserve.models.config import LayerConfig, ModelConfig, RopeScaling
 from jaxserve.models.decoder import abstract_decoder
 from jaxserve.models.registry import FAMILIES, family_for, family_named
+from jaxserve.models.rope_scaling import at_length
+from jaxserve.weights.model_files import open_model
 from jaxserve.weights.source import TensorInfo
-from tests.models.tiny import CONFIGS, GEMMA3, HIDDEN, LLAMA, MLP, VOCAB, Source, gguf_metadata, permute
+from tests.models.tiny import (
+    CONFIGS,
+    GEMMA3,
+    HIDDEN,
+    LLAMA,
+    MLP,
+    VOCAB,
+    Source,
+    gguf_metadata,
+    hf_tensors,
+    permute,
+    write_gguf,
+)  # fmt: skip
 
 HEAD = {"output.weight": TensorInfo("output.weight", (VOCAB, HIDDEN), "F32", 4 * VOCAB * HIDDEN)}
 LLAMA_CONFIG = ModelConfig(
@@ -117,19 +131,16 @@ def test_the_gemma3_of_62_layers_scales_by_hidden_size_over_heads():
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
-        ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}),
-        ("llama", "rope_parameters", {"rope_type": "yarn"}),
+        ("llama", "rope_scaling", {"rope_type": "spiral", "factor": 8.0}),
+        ("llama", "rope_parameters", {"rope_type": "spiral", "factor": 8.0}),
         ("llama", "rope_parameters", {"rope_theta": 1.0, "partial_rotary_factor": 0.5}),
         ("llama", "partial_rotary_factor", 0.5),
-        ("llama", "attention_bias", True),
-        ("llama", "mlp_bias", True),
         ("llama", "hidden_act", "gelu"),
-        ("gemma3", "rope_scaling", {"rope_type": "linear", "factor": 8.0}),
-        ("gemma3", "rope_parameters", BY_KIND | {"full_attention": {"rope_type": "linear", "rope_theta": 1}}),
-        ("gemma3", "rope_scaling", {"rope_type": "yarn"}),
-        ("gemma3", "attn_logit_softcapping", 50.0),
-        ("gemma3", "final_logit_softcapping", 30.0),
+        ("gemma3", "rope_scaling", {"rope_type": "spiral", "factor": 8.0}),
+        ("gemma3", "rope_parameters", BY_KIND | {"full_attention": {"rope_type": "x", "rope_theta": 1,
+                                                                    "factor": 8.0}}),
+        ("gemma3", "rope_parameters", BY_KIND | {"sliding_attention": {"rope_type": "linear",
+                                                                       "rope_theta": 1}}),
         ("gemma3", "attention_bias", True),
         ("gemma3", "use_bidirectional_attention", True),
         ("gemma3", "hidden_activation", "gelu"),
@@ -145,18 +156,12 @@ def test_an_option_of_config_json_that_would_change_the_answer_is_refused_by_nam
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("llama.rope.scaling.type", "yarn"),
-        ("llama.rope.scaling.factor", 4.0),
-        ("llama.rope.scale_linear", 2.0),
-        ("llama.expert_count", 8),
+        ("llama.rope.scaling.type", "spiral"),
         ("llama.attention.scale", 0.1),
         ("llama.attention.value_length", 8),
         ("llama.rope.dimension_count", 8),
         ("llama.attention.head_count_kv", [1, 2, 2]),
-        ("gemma3.rope.scaling.type", "linear"),
-        ("gemma3.rope.scaling.factor", 8.0),
-        ("gemma3.final_logit_softcapping", 30.0),
-        ("gemma3.attn_logit_softcapping", 50.0),
+        ("gemma3.rope.scaling.type", "spiral"),
         ("gemma3.attention.value_length", 8),
     ],
 )
@@ -165,11 +170,72 @@ def test_a_gguf_key_that_would_change_the_answer_is_refused_by_name(key, value):
         read_gguf(CONFIGS[key.split(".")[0]], {key: value})
 
 
-def test_a_gguf_tensor_of_rope_factors_is_refused_by_name():
-    info = TensorInfo("rope_freqs.weight", (8,), "F32", 32)
-    for config in CONFIGS.values():
-        with pytest.raises(WeightsError, match=r"rope_freqs\.weight"):
-            read_gguf(config, **{info.name: info})
+# RoPE scaling: against published figures, or the formula spelled out once more for one pair.
+
+LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 64}  # fmt: skip
+
+
+def rope(config: ModelConfig) -> RopeScaling:
+    return config.layers[0].rope
+
+
+def test_scaled_rope_means_the_same_in_both_formats():
+    linear = read_hf(LLAMA, rope_scaling={"type": "linear", "factor": 4.0})
+    assert rope(linear) == RopeScaling((4.0,) * 8)
+    assert linear.max_position == 4 * 256
+    for key in ("scaling.factor", "scale_linear"):
+        assert rope(read_gguf(LLAMA, {f"llama.rope.{key}": 4.0})) == rope(linear)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    from_gguf = read_gguf(LLAMA, {f"llama.rope.scaling.{key}": value for key, value in keys.items()})
+    assert rope(from_gguf) == rope(read_hf(LLAMA, rope_scaling=yarn))
+    assert rope(from_gguf).attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+def test_yarn_takes_its_magnitude_from_the_file():
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+    assert rope(read_hf(LLAMA, rope_scaling=yarn | {"attention_factor": 1.5})).attention_factor == 1.5
+    deepseek = yarn | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    assert rope(read_hf(LLAMA, rope_scaling=deepseek)).attention_factor == 1.0
+
+
+def test_llama3_keeps_short_waves_and_stretches_long_ones():
+    factors = np.array(rope(read_hf(LLAMA, rope_scaling=LLAMA31)).factors)
+    turns = 64 * 5000.0 ** (-np.arange(8) / 8) / (2 * np.pi)  # over the original context
+    assert (factors[turns > 4] == 1).all()
+    assert (factors[turns < 1] == 8).all()
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((factors[between] > 1) & (factors[between] < 8)).all()
+
+
+def test_longrope_takes_the_set_of_factors_for_the_context_that_is_served():
+    scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = read_hf(LLAMA, rope_scaling=scaling, original_max_position_embeddings=64)
+    magnitude = (1 + np.log(4) / np.log(64)) ** 0.5
+    for length, factor in ((64, 1.0), (65, 2.0)):
+        made = at_length(config, length)
+        assert rope(made) == RopeScaling((factor,) * 8, attention_factor=pytest.approx(magnitude))
+        assert at_length(made, 10**6) == made
+    with pytest.raises(WeightsError, match="RoPE factors"):
+        read_hf(LLAMA, rope_scaling=scaling | {"long_factor": [2.0] * 7})
+
+
+def test_dynamic_ntk_raises_theta_beyond_the_original_context_alone():
+    config = read_hf(LLAMA, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert at_length(config, 256).layers == LLAMA_CONFIG.layers
+    assert at_length(config, 512).layers[0].rope_theta == pytest.approx(5000.0 * 3 ** (16 / 14))
+
+
+def test_a_gguf_tensor_of_rope_factors_is_read(tmp_path):
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_gguf(
+        tmp_path / "x.gguf", LLAMA, {**hf_tensors(LLAMA), "rope_freqs.weight": factors}
+    )
+    files = open_model(path)
+    assert rope(files.config).factors == tuple(factors.tolist())
+    files.close()
 
 
 HF_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
@@ -248,7 +314,7 @@ def test_an_unknown_architecture_is_an_error_that_lists_the_known_ones(format, m
 
 def test_families_are_found_by_the_name_that_a_checkpoint_keeps():
     assert [family_named(family.name) for family in FAMILIES] == list(FAMILIES)
-    with pytest.raises(WeightsError, match=r"'mamba'.*llama, gemma3"):
+    with pytest.raises(WeightsError, match=r"'mamba'.*llama, .*gemma3"):
         family_named("mamba")
 
 

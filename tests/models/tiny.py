@@ -117,6 +117,8 @@ GGUF_NAMES = {
 
 
 def gguf_name(name: str, family: str) -> str:
+    if name.startswith("rope_"):  # of GGUF alone
+        return name
     stem = name.removesuffix(".weight")
     parts = stem.split(".", 3)
     layer, local = (f"blk.{parts[2]}.", parts[3]) if parts[:2] == ["model", "layers"] else ("", stem)

@@ -23,6 +23,8 @@ def paged_attention_xla(
     page_size: int,
     scale: float,
     num_kv_heads: int | None = None,  # where the pool's shape doesn't say
+    soft_cap: float | None = None,  # a score s becomes soft_cap * tanh(s / soft_cap)
+    sinks: jax.Array | None = None,  # [N] float32, of each head one more score, whose value is 0
 ) -> jax.Array:  # [B, Q, N, D]
     """Causal attention over a paged cache, by blocks of keys with an online softmax in float32.
 
@@ -58,6 +60,8 @@ def paged_attention_xla(
         v = read_kv(v_pool, layer, index, num_kv_heads=K, head_dim=D)
         v = jnp.where(readable[:, :, None, None], v, 0)  # the trash page may hold anything, NaN included
         scores = scale * jnp.einsum("bkqd,btkd->bkqt", queries, k, preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = key_positions <= positions[:, :, None]  # [B, Q, T]
         seen &= key_positions > positions[:, :, None] - window
         seen &= readable[:, None, :] & (jnp.arange(Q) < query_lens[:, None])[:, :, None]
@@ -74,9 +78,13 @@ def paged_attention_xla(
         )
         return new_peak, total, out * shrink[..., None] + mixed
 
+    peak, total = jnp.full((B, K, G * Q), -jnp.inf, jnp.float32), jnp.zeros((B, K, G * Q), jnp.float32)
+    if sinks is not None:  # as if it were the first key, with a value of 0
+        peak = jnp.broadcast_to(sinks.reshape(K, G, 1), (B, K, G, Q)).reshape(B, K, G * Q)
+        total = jnp.ones_like(total)
     carry = (
-        jnp.full((B, K, G * Q), -jnp.inf, jnp.float32),
-        jnp.zeros((B, K, G * Q), jnp.float32),
+        peak,
+        total,
         jnp.zeros((B, K, G * Q, D), jnp.float32),
     )
     _, total, out = jax.lax.fori_loop(first // block, -(-last // block), body, carry)
