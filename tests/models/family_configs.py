@@ -257,7 +257,8 @@ CASES: dict[str, Case] = {
         config("SmolLM3ForCausalLM", "smollm3", attention_bias=False, hidden_act="silu",
                layer_types=["full_attention"] * 4, max_window_layers=28, mlp_bias=False,
                no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0], pad_token_id=0, pretraining_tp=2,
-               rms_norm_eps=1e-6, rope_scaling=None, sliding_window=None, tie_word_embeddings=True, use_sliding_window=False),
+               rms_norm_eps=1e-6, rope_scaling=None, sliding_window=None, tie_word_embeddings=True,
+               use_sliding_window=False),
         ({"no_rope_layers": [1, 1, 1, 1]}, {"no_rope_layers": [0, 0, 0, 1]}),
     ),
     "gpt-oss": Case(
