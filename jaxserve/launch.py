@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -16,13 +17,14 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.ops.backend import choose
 from jaxserve.runtime.compilations import CompilationCounter
-from jaxserve.runtime.memory import default_kv_budget, fit_pool
+from jaxserve.runtime.memory import default_kv_budget, fit_pool, memory_use, require_room
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.shaping import shaping_bytes
 from jaxserve.runtime.state import kv_bytes_per_token
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate, chat_template
-from jaxserve.types import Event, Pooling
+from jaxserve.types import Event, MemoryUse, Pooling
+from jaxserve.weights.loader import param_dtype
 from jaxserve.weights.model_files import open_model
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class LoadedEngine:
     config: EngineConfig
     model_name: str
     vocab_size: int
+    memory: MemoryUse
     compilations_after_warmup: Callable[[], int]
 
 
@@ -92,6 +95,12 @@ def load_engine(
             head_dim=files.config.head_dim, features=files.config.attention_features,
         )  # fmt: skip
         dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+        num_bytes = sum(
+            prod(shape) * param_dtype(param, shape, dtype).itemsize
+            for param, shape in files.param_shapes.items()
+        )
+        remedy = "serve a smaller model" + (" or --dtype bfloat16" if dtype == "float32" else "")
+        require_room(num_bytes, f"the weights of {files.name} in {dtype}", remedy)
         params = files.load_params(dtype, progress)
         model, name = files.config, files.name
     finally:
@@ -126,6 +135,11 @@ def load_engine(
         max_logprobs=options.max_logprobs,
         pooling=options.pooling,
     )
+    require_room(
+        num_pages * config.page_size * bytes_per_token,
+        f"a KV cache of {num_pages} pages of {config.page_size} tokens",
+        "lower --kv-cache-memory, --max-num-seqs or --max-model-len",
+    )
     log.info(
         "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d, "
         "%d bytes to shape logits by",
@@ -139,8 +153,9 @@ def load_engine(
         deliver=deliver, vocab_size=model.vocab_size, on_stop=counter.close,
     )  # fmt: skip
     engine.start()
+    memory = memory_use(runner.weights_bytes, bytes_per_token, config)
     return LoadedEngine(
-        engine, tokenizer, template, config, name, model.vocab_size, lambda: counter.count
+        engine, tokenizer, template, config, name, model.vocab_size, memory, lambda: counter.count
     )
 
 

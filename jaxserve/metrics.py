@@ -14,6 +14,7 @@ from typing import get_args
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     disable_created_metrics,
@@ -34,6 +35,7 @@ from jaxserve.types import (
     EngineStats,
     Event,
     FinishReason,
+    MemoryUse,
     Request,
     WaitReason,
 )
@@ -59,11 +61,21 @@ _REQUEST_TIME_BUCKETS = (
 )
 
 
+_MEMORY = {  # fields of MemoryUse
+    "weights_bytes": "Memory of the weights, as the backend keeps them.",
+    "kv_bytes": "Memory of the KV cache.",
+    "kv_bytes_per_token": "Of it, what a token takes in all layers.",
+    "kv_tokens": "Tokens that the KV cache holds.",
+    "max_model_len": "Tokens that a request may have, prompt and answer.",
+    "num_full_requests": "Requests of that length that the KV cache holds at a time.",
+}
+
+
 class Metrics:
     """One server's metrics in a registry of their own.
 
-    `engine_stats` and `compilations_after_warmup` are called at each scrape. Raises ConfigError for a
-    prefix that Prometheus would not take.
+    `engine_stats` and `compilations_after_warmup` are called at each scrape; `memory` stays as it is. Raises
+    ConfigError for a prefix that Prometheus would not take.
     """
 
     def __init__(
@@ -73,6 +85,7 @@ class Metrics:
         prefix: str = DEFAULT_PREFIX,
         engine_stats: Callable[[], EngineStats],
         compilations_after_warmup: Callable[[], int] | None = None,
+        memory: MemoryUse | None = None,
     ):
         check_prefix(prefix)
         disable_created_metrics()
@@ -131,6 +144,9 @@ class Metrics:
         self.request_generation_tokens = histogram(
             "request_generation_tokens", "Generated tokens of a request.", _TOKEN_BUCKETS
         )
+        for name, text in _MEMORY.items() if memory is not None else ():
+            gauge = Gauge(prefix + name, text, ["model_name"], registry=self.registry)
+            gauge.labels(**label).set(getattr(memory, name))
         self.registry.register(_EngineCollector(model_name, prefix, engine_stats, compilations_after_warmup))
         ProcessCollector(registry=self.registry)
 

@@ -173,6 +173,18 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a loaded model takes of the device's memory, and what fits into its KV cache."""
+
+    weights_bytes: int  # as the backend keeps them
+    kv_bytes: int
+    kv_bytes_per_token: int  # of all layers
+    kv_tokens: int  # that the pool holds
+    max_model_len: int
+    num_full_requests: int  # requests of `max_model_len` tokens that the pool holds at a time
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A consistent snapshot of the engine, cheap to take from any thread."""
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 
 from load_client import Prompts, closed_loop, errors, session
@@ -59,15 +60,15 @@ class Directly:
                 self._done.set()
             return
         params = SamplingParams(self._max_tokens, temperature=0.0, ignore_eos=True)
-        self._engine.submit(Request(f"{id(self)}-{ids[:8]}-{time.monotonic()}", ids, params, time.monotonic()))
+        self._engine.submit(Request(str(uuid.uuid4()), ids, params, time.monotonic()))
 
 
 async def through_the_server(server: Server, args: argparse.Namespace, seed: str) -> float:
     """The same, measured by clients in another process."""
     clients = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--be-clients-of", server.url, "--clients", str(args.clients), "--seed", seed,
-        "--prompt", str(args.prompt), "--output", str(args.output), "--rounds", str(args.rounds),
-        stdout=subprocess.PIPE,
+        sys.executable, __file__, "--be-clients-of", server.url, "--seed", seed,
+        "--clients", str(args.clients), "--rounds", str(args.rounds),
+        "--prompt", str(args.prompt), "--output", str(args.output), stdout=subprocess.PIPE,
     )  # fmt: skip
     out, _ = await clients.communicate()
     return float(out)
@@ -86,9 +87,8 @@ async def measure(args: argparse.Namespace) -> list[list[object]]:
     server = Server(ServerOptions(port=0))
     await server.start()
     deliver: list[Callable[[list[Event]], None]] = [server.deliver]
-    loaded = load_engine(
-        LaunchOptions(args.model, max_num_seqs=max(32, args.clients)), deliver=lambda events: deliver[0](events)
-    )
+    options = LaunchOptions(args.model, max_num_seqs=max(32, args.clients))
+    loaded = load_engine(options, deliver=lambda events: deliver[0](events))
     server.attach(Loaded(served_model(loaded), loaded.engine))
     num_tokens = args.clients * args.rounds * args.output
     rows: list[list[object]] = []

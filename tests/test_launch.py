@@ -169,6 +169,10 @@ def test_options_reach_the_engine(launch, options, caplog):
     assert (config.step_timeout_s, config.enable_prefix_caching) == (55.0, False)
     assert config.max_chunk == 32
     assert config.num_pages == 2 * 6 + 1  # what two slots can fill, and the trash page
+    memory = loaded.memory
+    assert memory.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2  # K and V, layers, heads, their size, bfloat16
+    assert (memory.kv_tokens, memory.num_full_requests, memory.max_model_len) == (96, 2, 48)
+    assert memory.kv_bytes == 13 * 8 * memory.kv_bytes_per_token
     with pytest.raises(ContextLengthError, match="48"):
         answers.ask(loaded, "x" * 48, GREEDY)
     assert len(answers.ask(loaded, "x" * 40, GREEDY)[0]) == 8
@@ -214,6 +218,8 @@ def test_a_chat_template_of_the_users_goes_before_the_models_own(launch, options
         ({"max_model_len": 100, "kv_cache_memory": 49152}, ConfigError, "max_model_len=100 needs 98304 "),
         ({"max_model_len": 0}, ConfigError, "max_model_len=0"),
         ({"kv_cache_memory": 1000}, ConfigError, "kv_cache_memory=1000"),
+        ({"kv_cache_memory": 1 << 60, "max_num_seqs": 1 << 40}, ConfigError,
+         "a KV cache of .* bytes are needed, .* are free; lower --kv-cache-memory, --max-num-seqs or"),
         ({"block_size": 0}, ConfigError, "block_size=0"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
         ({"max_num_batched_tokens": 0}, ConfigError, r"max_prefill_tokens=0 .*--max-num-batched-tokens\)"),
@@ -232,6 +238,12 @@ def test_an_option_that_can_not_be_met_is_one_line_that_names_it(options, change
         load_engine(replace(options, **change), deliver=lambda events: None)
     assert isinstance(raised.value, JaxserveError)
     assert "\n" not in str(raised.value)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(options, monkeypatch):
+    monkeypatch.setattr("jaxserve.runtime.memory.available_host_bytes", lambda: 4096)
+    with pytest.raises(ConfigError, match=r"weights of tiny.* in float32: \d+ bytes .* 4096 are free"):
+        load_engine(options, deliver=lambda events: None)
 
 
 def test_a_backend_that_can_not_run_is_an_error_not_another_backend(options, monkeypatch):

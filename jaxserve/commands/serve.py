@@ -29,6 +29,7 @@ from jaxserve.errors import EngineDiedError
 
 if TYPE_CHECKING:
     from jaxserve.server.served import ServedModel
+    from jaxserve.types import MemoryUse
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -160,7 +161,8 @@ def run(args: argparse.Namespace) -> int:
             tool_call_parser=args.tool_call_parser,
             reasoning_parser=args.reasoning_parser,
         )
-        return Loaded(model, loaded.engine, loaded.compilations_after_warmup)
+        print(memory_line(loaded.memory), file=sys.stderr, flush=True)
+        return Loaded(model, loaded.engine, loaded.compilations_after_warmup, loaded.memory)
 
     def on_ready(url: str, model: ServedModel) -> None:
         has_keys = bool(options.api_keys)
@@ -187,6 +189,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {died}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)  # tearing down a device that has failed may hang
     return 0
+
+
+def memory_line(memory: MemoryUse) -> str:
+    """What the model takes, and how much fits."""
+    return (
+        f"weights {memory.weights_bytes / 1e6:,.0f} MB; KV cache {memory.kv_bytes / 1e6:,.0f} MB: "
+        f"{memory.kv_tokens:,} tokens of {memory.kv_bytes_per_token / 1e3:,.1f} kB, enough for "
+        f"{memory.num_full_requests:,} requests of {memory.max_model_len:,} tokens at a time"
+    )
 
 
 def is_loopback(host: str) -> bool:

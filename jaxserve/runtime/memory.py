@@ -7,7 +7,9 @@ from pathlib import Path
 import jax
 import psutil
 
+from jaxserve.engine.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.types import MemoryUse
 
 GIB = 1 << 30
 CPU_SHARE, CPU_CEILING = 0.25, 2 * GIB  # of what is free; other programs live on the same memory
@@ -24,6 +26,34 @@ def default_kv_budget(reserved: int = 0) -> int:
     if stats and "bytes_limit" in stats:
         return max(0, int(stats["bytes_limit"] * DEVICE_SHARE) - stats["bytes_in_use"] - reserved)
     return min(max(0, int((available_host_bytes() - reserved) * CPU_SHARE)), CPU_CEILING)
+
+
+def available_bytes() -> int:
+    """Free memory of the device, or of the host where that is the device."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return max(0, stats["bytes_limit"] - stats["bytes_in_use"])
+    return available_host_bytes()
+
+
+def require_room(num_bytes: int, what: str, remedy: str) -> None:
+    """Raise ConfigError with the figures unless `num_bytes` are free for `what`."""
+    if num_bytes > (free := available_bytes()):
+        raise ConfigError(f"{what}: {num_bytes} bytes are needed, {free} are free; {remedy}")
+
+
+def memory_use(weights_bytes: int, bytes_per_token: int, config: EngineConfig) -> MemoryUse:
+    """What a model takes with its pool; the trash page counts as memory, not as room."""
+    usable = config.num_pages - 1
+    return MemoryUse(
+        weights_bytes=weights_bytes,
+        kv_bytes=config.num_pages * config.page_size * bytes_per_token,
+        kv_bytes_per_token=bytes_per_token,
+        kv_tokens=usable * config.page_size,
+        max_model_len=config.max_model_len,
+        num_full_requests=usable // config.pages_per_seq,
+    )
 
 
 def available_host_bytes() -> int:

@@ -121,6 +121,11 @@ class ModelRunner:
         self._shaped: set[int] = set()
         self._telling: set[int] = set()  # log-probabilities of what they generate
 
+    @property
+    def weights_bytes(self) -> int:
+        """What the weights take on the device, in the form that the backend reads."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
     def _try_out(self) -> None:
         """Run the smallest decode step on rows that are all padding, and all that may follow it."""
         batch = self.config.decode_buckets[0]

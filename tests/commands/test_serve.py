@@ -73,6 +73,7 @@ SERVE = """
 import sys, types
 sys.path.insert(0, {root!r})
 from jaxserve.engine.engine import Engine
+from jaxserve.types import MemoryUse
 from tests.server.running import CONFIG, PacedRunner, served_model
 
 def load_engine(options, *, deliver, progress):
@@ -82,6 +83,7 @@ def load_engine(options, *, deliver, progress):
     return types.SimpleNamespace(
         engine=engine, tokenizer=model.tokenizer, chat_template=model.chat_template, config=CONFIG,
         model_name="fake-model", vocab_size=model.vocab_size, compilations_after_warmup=lambda: 0,
+        memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
     )
 
 launch = types.ModuleType("jaxserve.launch")
@@ -111,6 +113,10 @@ def test_serve_says_in_one_line_where_it_is_with_a_curl_that_works_and_stops_on_
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err
+    assert (
+        "weights 12 MB; KV cache 2 MB: 2,000 tokens of 1.0 kB, enough for 7 requests of 256 tokens at a time"
+        in err
+    )
 
 
 def test_serve_exits_with_an_error_by_itself_when_the_device_fails():

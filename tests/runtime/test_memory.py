@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from jaxserve.engine.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import memory
-from jaxserve.runtime.memory import available_host_bytes, default_kv_budget, fit_pool
+from jaxserve.runtime.memory import (
+    available_host_bytes,
+    default_kv_budget,
+    fit_pool,
+    memory_use,
+    require_room,
+)
 
 GIB = 1 << 30
 
@@ -131,3 +137,18 @@ def test_on_an_accelerator_the_pool_gets_nine_tenths_less_what_is_used(monkeypat
     device = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert default_kv_budget() == budget
+
+
+def test_what_does_not_fit_is_refused_with_the_figures_and_the_remedy(monkeypatch):
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 1000)
+    require_room(1000, "the weights", "take less")
+    with pytest.raises(ConfigError, match="the weights: 1001 bytes are needed, 1000 are free; take less"):
+        require_room(1001, "the weights", "take less")
+
+
+def test_memory_is_told_in_tokens_and_in_requests_of_full_length():
+    config = EngineConfig(max_model_len=100, num_pages=15, page_size=16)  # 7 pages a request
+    use = memory_use(12345, 100, config)
+    assert (use.weights_bytes, use.kv_bytes_per_token, use.max_model_len) == (12345, 100, 100)
+    assert use.kv_bytes == 15 * 16 * 100
+    assert (use.kv_tokens, use.num_full_requests) == (14 * 16, 2)

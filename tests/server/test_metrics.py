@@ -10,6 +10,7 @@ from jaxserve.types import (
     Durations,
     EngineStats,
     Event,
+    MemoryUse,
     Request,
     SamplingParams,
     Timeline,
@@ -171,6 +172,13 @@ def test_the_figures_of_the_engine_are_one_snapshot_at_the_scrape():
     assert sample(made, "engine_host_time_seconds_total") == 1.5
     assert sample(made, "engine_device_wait_seconds_total") == 2.5
     assert sample(made, "compilations_after_warmup") == 7
+
+
+def test_memory_is_told_by_every_figure_of_it():
+    made = metrics(EngineStats(), memory=MemoryUse(12, 34, 5, 67, 8, 9))
+    figures = {"weights_bytes": 12, "kv_bytes": 34, "kv_bytes_per_token": 5, "kv_tokens": 67,
+               "max_model_len": 8, "num_full_requests": 9}  # fmt: skip
+    assert {name: sample(made, name) for name in figures} == figures
 
 
 def test_times_by_step_are_histograms_over_all_sizes():
