@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 DIVERGED = "the answer could not be repeated after a preemption: the device is not deterministic"
 NO_DIRECTION = "the prompt has no embedding: its hidden states are not finite, or all zero"
+NO_FIGURES: dict[str, Any] = {}  # one for all: most rows have none
 GRACE_S = 10.0  # how long past a deadline the engine thread may be held up by the device
 
 
@@ -83,6 +84,7 @@ class Engine:
         # From here on owned by the engine thread.
         self._scheduler = Scheduler(config, self._eos_ids)
         self._live: dict[str, _Live] = {}
+        self._whole_texts: dict[int, str] = {}  # of tokens, for all detokenizers
         self._deadlines = Deadlines(config.queue_timeout_s)
         self._throughput = Throughput()
         self._num_tokens = 0  # that this turn's launch works on
@@ -301,7 +303,7 @@ class Engine:
 
     def _begin(self, request: Request, now: float) -> None:
         try:
-            output = OutputProcessor(request.params, self._tokenizer, self._eos_ids)
+            output = OutputProcessor(request.params, self._tokenizer, self._eos_ids, self._whole_texts)
             if request.grammar is not None:
                 self._grammars.add(request.request_id, request.grammar)
         except Exception as error:
@@ -320,7 +322,7 @@ class Engine:
                 logger.error("request %s got other ids after a preemption", seq.request.request_id)
                 self._end(live, "error", now, error=DIVERGED)
                 continue
-            figures = figures_of(seq) if seq.tells_logprobs else {}
+            figures = figures_of(seq) if seq.tells_logprobs else NO_FIGURES
             if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
                 self._end_prompt(live, now, figures)
                 continue

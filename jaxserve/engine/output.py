@@ -68,12 +68,18 @@ class OutputProcessor:
     the bytes the detokenizer still held, cuts the text and is the reason.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]):
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        whole: dict[int, str] | None = None,  # see IncrementalDetokenizer
+    ):
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._end_ids = self._eos_ids | params.stop_token_ids
         self._max_tokens, self._min_tokens = params.max_tokens, params.min_tokens
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special=params.skip_special_tokens, shown_ids=params.shown_ids
+            tokenizer, skip_special=params.skip_special_tokens, shown_ids=params.shown_ids, whole=whole
         )
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._num_tokens = 0

@@ -167,7 +167,9 @@ class ModelRunner:
             for row in step.rows:
                 if row.params is not None:
                     self._admit(row.slot, row.params, row.history)
-        slots = {row.slot for row in step.rows if row.sample}
+        slots: set[int] = set()  # of rows that yield a token, where it matters whose they are
+        if self._random or self._shaped or self._telling:
+            slots = {row.slot for row in step.rows if row.sample}
         sampler = "greedy" if slots.isdisjoint(self._random) else "random"
         if step.iterations > 1:
             return Launched(step, self._loop(step, sampler))

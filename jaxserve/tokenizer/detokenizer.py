@@ -16,22 +16,35 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, shown_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+        whole: dict[int, str] | None = None,
     ):
-        """`shown_ids` are special tokens that are not skipped."""
+        """`shown_ids` are special tokens that are not skipped. `whole` remembers the texts of ordinary tokens
+        that are whole characters; those who serve the same tokenizer may share it."""
         self._bytes_of = tokenizer.token_bytes
         self._is_special = tokenizer.is_special
         self._skip_special = skip_special
         self._shown_ids = shown_ids
+        self._whole = {} if whole is None else whole
         self._held = b""  # of an unfinished character; at most three
 
     def add(self, token_id: int) -> str:
         """What is certain to be text now; empty for half a character or a skipped special token."""
-        if self._skip_special and self._is_special(token_id) and token_id not in self._shown_ids:
+        held = self._held
+        if not held and (known := self._whole.get(token_id)) is not None:
+            return known
+        is_special = self._is_special(token_id)
+        if self._skip_special and is_special and token_id not in self._shown_ids:
             return ""
-        raw = self._held + self._bytes_of(token_id)
+        raw = held + self._bytes_of(token_id)
         text, num_used = codecs.utf_8_decode(raw, "replace", False)
         self._held = raw[num_used:]
+        if not (held or self._held or is_special):
+            self._whole[token_id] = text
         return text
 
     def finish(self) -> str:
