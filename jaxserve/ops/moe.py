@@ -43,16 +43,21 @@ def mix_experts(
     counts = jnp.bincount(taken, length=num_experts)
     ends = jnp.cumsum(counts)  # in `order`, of each expert's rows
     block_ends = jnp.cumsum(-(-counts // block))
+    # Of each block that there can be: its expert, and where its rows begin. They are looked up ahead, because
+    # XLA's CPU compiler makes a call into nothing of a look-up in the body of the loop (jaxlib 0.12).
+    blocks = jnp.arange(T * k // block + num_experts)
+    numbers = jnp.minimum(jnp.searchsorted(block_ends, blocks, side="right"), num_experts - 1)
+    first_blocks = block_ends[numbers] - -(-counts // block)[numbers]
+    begins = (ends - counts)[numbers] + (blocks - first_blocks) * block
+    numbers, begins, ends = jax.lax.optimization_barrier((numbers, begins, ends[numbers]))
 
     def one_block(i: jax.Array, out: jax.Array) -> jax.Array:
-        number = jnp.searchsorted(block_ends, i, side="right")
-        first = jnp.where(number > 0, block_ends[number - 1], 0)
-        rows = ends[number] - counts[number] + (i - first) * block + jnp.arange(block)
-        is_own = rows < ends[number]
+        rows = begins[i] + jnp.arange(block)
+        is_own = rows < ends[i]
         places = order[jnp.where(is_own, rows, 0)]
         tokens = places // k
         scale = jnp.where(is_own, weights.reshape(-1)[places], 0)
-        return out.at[tokens].add(scale[:, None] * expert(x[tokens], number))
+        return out.at[tokens].add(scale[:, None] * expert(x[tokens], numbers[i]))
 
     return jax.lax.fori_loop(0, block_ends[-1], one_block, jnp.zeros(x.shape, jnp.float32))
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Batch, KVCache, abstract_decoder
-from jaxserve.ops.backend import XLA
-from jaxserve.runtime.runner import order_params
+from jaxserve.ops.backend import XLA, Backend
+from jaxserve.runtime.runner import prepare_params
 from jaxserve.weights.model_files import open_model
 
 PAGE_SIZE, NUM_PAGES = 8, 20
@@ -29,11 +29,11 @@ def load(path: Path) -> tuple[ModelConfig, dict[str, jax.Array]]:
 class Decoder:
     """A loaded decoder, run over pages: sequences are rows, fed in chunks of at most `queries`."""
 
-    def __init__(self, model: ModelConfig, params: dict[str, jax.Array]):
+    def __init__(self, model: ModelConfig, params: dict[str, jax.Array], backend: Backend = XLA):
         decoder = abstract_decoder(model, "float32")
         graph, abstract = nnx.split(decoder)
         structure = jax.tree.structure(abstract)
-        self._leaves = order_params(decoder, params)
+        self._leaves = prepare_params(decoder, dict(params), backend)
         shape = (model.num_layers, NUM_PAGES * PAGE_SIZE, model.num_kv_heads, model.head_dim)
         # What nobody wrote is NaN: reading it would show.
         self._kv = KVCache(np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
@@ -41,8 +41,8 @@ class Decoder:
         @jax.jit
         def run(leaves: Any, kv: KVCache, batch: Batch) -> Any:
             merged = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-            hidden, kv = merged.hidden(kv, batch, XLA, page_size=PAGE_SIZE)
-            return merged.logits(hidden, XLA), kv
+            hidden, kv = merged.hidden(kv, batch, backend, page_size=PAGE_SIZE)
+            return merged.logits(hidden, backend), kv
 
         self._run = run
 
