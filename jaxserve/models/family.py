@@ -19,6 +19,13 @@ class Part:
     name: str
     shape: tuple[int, ...]
     transform: Callable[[np.ndarray], np.ndarray] | None = None
+    made: tuple[int, ...] | None = None  # the transform's shape, where it is another
+    by_row: bool = False  # the transform may be given some rows at a time, and gives as many
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """What it adds to the parameter."""
+        return self.shape if self.made is None else self.made
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +44,10 @@ class WeightRule:
 
 def stack_layers(param: str, num_layers: int, parts: list[Part]) -> WeightRule:
     """The rule of a parameter [L, ...]; `parts` are those of one layer, "{}" in a name is its index."""
-    rows = sum(part.shape[0] for part in parts)
+    rows = sum(part.rows_shape[0] for part in parts)
     return WeightRule(
         param,
-        (num_layers, rows, *parts[0].shape[1:]),
+        (num_layers, rows, *parts[0].rows_shape[1:]),
         tuple(replace(part, name=part.name.format(i)) for i in range(num_layers) for part in parts),
     )
 

@@ -9,6 +9,7 @@ from jaxserve.models import (
     gemma,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -26,7 +27,7 @@ from jaxserve.weights.source import TensorSource
 
 _MODULES = (
     llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, olmo2, granite,
-    smollm3,
+    smollm3, gpt_oss,
 )  # fmt: skip
 FAMILIES = cast(tuple[Family, ...], _MODULES)
 

@@ -241,6 +241,10 @@ def rules(
         else:
             parts = [Part((at + n[name]).format(i), (moe.num_experts, rows, columns)) for i in range(L)]
         out.append(WeightRule(f"layers.mlp.{param}.weight", shape, tuple(parts)))
+        if moe.expert_bias:
+            bias = lambda part: part.name.removesuffix("weight") + "bias"
+            biases = [replace(part, name=bias(part), shape=part.shape[:-1]) for part in parts]
+            out.append(WeightRule(f"layers.mlp.{param}.bias", shape[:-1], tuple(biases)))
 
     one("embedding.weight", Part("embedding", (V, H)))
     if config.pre_norms:

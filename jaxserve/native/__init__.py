@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.native.library import NativeUnavailable, load
 from jaxserve.native.ops import (
+    ACTIVATIONS,
     gate,
     linear,
     linear_packed,
@@ -25,8 +26,8 @@ from jaxserve.native.ops import (
 from jaxserve.native.selftest import WrongKernel, self_test
 
 __all__ = [
-    "NativeUnavailable", "WrongKernel", "available", "gate", "linear", "linear_packed", "pack", "packable",
-    "packed_rows", "paged_attention", "self_test", "write_rows", "zeros",
+    "ACTIVATIONS", "NativeUnavailable", "WrongKernel", "available", "gate", "linear", "linear_packed", "pack",
+    "packable", "packed_rows", "paged_attention", "self_test", "write_rows", "zeros",
 ]  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def choose(
         _native_attention if native_attention else paged_attention_xla,
         _native_linear if native_linear else linear_xla,
         prepare=_pack if native_linear else _as_it_is,
-        gate=native.gate,
+        gate=_native_gate,
         write_kv=_native_write_kv,
         zeros=native.zeros,
         rows=_native_rows if native_linear else _rows,
@@ -133,6 +133,12 @@ def _native_rows(weight: jax.Array, numbers: jax.Array) -> jax.Array:
     from jaxserve import native
 
     return native.packed_rows(weight, numbers) if weight.dtype == jnp.int16 else weight[numbers]
+
+
+def _native_gate(x: jax.Array, activation: str) -> jax.Array:
+    from jaxserve import native
+
+    return native.gate(x, activation) if activation in native.ACTIVATIONS else gate_xla(x, activation)
 
 
 def _native_write_kv(pool: jax.Array, layer: jax.Array, new: jax.Array, indices: jax.Array) -> jax.Array:

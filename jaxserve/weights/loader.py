@@ -30,7 +30,7 @@ def serving_dtype(name: str) -> np.dtype:
 
 def param_dtype(name: str, shape: Sequence[int], dtype: str) -> np.dtype:
     """What a parameter is kept in: vectors, those of all layers too, stay float32, others take `dtype`."""
-    vector = len(shape) <= 1 or name.endswith(("norm.weight", ".bias", ".sinks"))
+    vector = len(shape) <= 1 or name.endswith(("norm.weight", "bias", ".sinks"))
     return np.dtype(np.float32) if vector else serving_dtype(dtype)
 
 
@@ -64,7 +64,7 @@ def read_params(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Names and arrays of the parameters, one by one, each aligned and in memory of its own.
 
-    Memory beside the array: a block of rows, and the float32 form of a part that has a transform. Names
+    Memory beside the array: a block of rows, and the float32 form of a part whose transform needs all. Names
     and shapes are checked before the first tensor is read; a tensor that is missing, of a wrong shape, or
     in neither `rules` nor `ignored` raises WeightsError.
     """
@@ -124,12 +124,12 @@ def _read_param(
     out = aligned_empty(rule.shape, dtype)
     if len(rule.parts) == 1:
         started()
-        _read_part(source, rule.parts[0], out.reshape(rule.parts[0].shape))
+        _read_part(source, rule.parts[0], out.reshape(rule.parts[0].rows_shape))
         return out
-    joined, row = out.reshape(-1, *rule.parts[0].shape[1:]), 0  # a view: `out` is contiguous
+    joined, row = out.reshape(-1, *rule.parts[0].rows_shape[1:]), 0  # a view: `out` is contiguous
     for part in rule.parts:
         started()
-        rows = part.shape[0]
+        rows = part.rows_shape[0]
         _read_part(source, part, joined[row : row + rows])
         row += rows
     if row != joined.shape[0]:
@@ -139,16 +139,18 @@ def _read_param(
 
 def _read_part(source: TensorSource, part: Part, out: np.ndarray) -> None:
     """Fill `out`, a view of the parameter, casting on assignment (to nearest, ties to even)."""
-    if part.transform is not None:
-        values = part.transform(source.read(part.name).astype(np.float32, copy=False))
-    elif out.ndim == 0 or out.shape != tuple(part.shape):
-        values = source.read(part.name)
-    else:
+    if out.ndim > 0 and out.shape == tuple(part.rows_shape) and (part.transform is None or part.by_row):
         rows = max(1, BLOCK_ELEMENTS // prod(part.shape[1:]))
         for start in range(0, part.shape[0], rows):
             stop = min(start + rows, part.shape[0])
-            out[start:stop] = source.read_rows(part.name, start, stop)
-        return
+            _fill(out[start:stop], part, source.read_rows(part.name, start, stop))
+    else:
+        _fill(out, part, source.read(part.name))
+
+
+def _fill(out: np.ndarray, part: Part, values: np.ndarray) -> None:
+    if part.transform is not None:
+        values = part.transform(values.astype(np.float32, copy=False))
     if values.shape != out.shape:
         raise ValueError(f"{part.name}: its transform gives {values.shape}, {out.shape} is needed")
     out[...] = values

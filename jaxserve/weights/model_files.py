@@ -17,6 +17,7 @@ from jaxserve.weights.gguf import GGUFSource
 from jaxserve.weights.loader import check_tensors, load_params, read_params
 from jaxserve.weights.manifest import is_checkpoint, read_manifest
 from jaxserve.weights.progress import Progress
+from jaxserve.weights.quantised import dequantised
 from jaxserve.weights.safetensors import SafetensorsSource
 from jaxserve.weights.source import TensorSource
 
@@ -97,6 +98,8 @@ class _Unconverted:
         self.format: Literal["gguf", "safetensors", "orbax"] = source.format
         self.name = source.path.stem if source.format == "gguf" else _folder_name(source.path)
         try:
+            if isinstance(source, SafetensorsSource):
+                self.source = source = dequantised(source)
             family = family_for(source)
             self.config = family.config(source)
             self._rules = family.rules(source.format, self.config)

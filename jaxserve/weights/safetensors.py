@@ -23,6 +23,15 @@ DTYPES = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+QUANTISED = {  # weights are made of these, they are none
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
 
 
 class SafetensorsSource:
@@ -68,6 +77,15 @@ class SafetensorsSource:
         row = prod(shape[1:])
         return self._shard_of[name].read(name, start * row, stop * row).reshape(stop - start, *shape[1:])
 
+    def read_stored(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """`read`, or with `stop` `read_rows`, of a tensor that may be a part of a quantised one."""
+        shape = self.tensors[name].shape
+        if stop is not None:
+            shape = stop - start, *shape[1:]
+        first = start * prod(shape[1:])
+        dtypes = DTYPES | QUANTISED
+        return self._shard_of[name].read(name, first, first + prod(shape), dtypes).reshape(shape)
+
     def close(self) -> None:
         for shard in self._shards.values():
             shard.file.close()
@@ -109,12 +127,12 @@ class _Shard:
                 info = TensorInfo(name, tuple(entry["shape"]), entry["dtype"], end - begin)
                 self.tensors[name] = info, 8 + length + begin
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+    def read(self, name: str, start: int, stop: int, dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
         """Elements [start, stop), flat."""
         info, offset = self.tensors[name]
-        if (dtype := DTYPES.get(info.dtype)) is None:
+        if (dtype := dtypes.get(info.dtype)) is None:
             raise WeightsError(
-                f"{self.file.path}: tensor {name!r} is {info.dtype}; {', '.join(DTYPES)} can be read"
+                f"{self.file.path}: tensor {name!r} is {info.dtype}; {', '.join(dtypes)} can be read"
             )
         raw = self.file.read(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize)
         return raw.view(dtype)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import native
+from jaxserve.ops.backend import choose
 from jaxserve.ops.gate import gate_xla
 
 
@@ -34,6 +35,17 @@ def test_the_gate_is_that_of_float64_to_a_rounding(isa, gate, activation, rows, 
         # 1 + tanh, as XLA has it, loses a small activation's last digits where it is nearly 0.
         atol = 2e-5 if gate is gate_xla else 1e-6
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=relative, atol=atol)
+
+
+def test_the_gate_of_gpt_oss_is_that_of_float64_and_taken_where_native_kernels_are(isa):
+    x = np.random.default_rng(3).normal(0, 6, (9, 2 * 40)).astype(np.float32)
+    gate, up = np.split(x.astype(np.float64), 2, axis=-1)
+    assert gate.max() > 7
+    assert np.abs(up).max() > 7
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    want = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    got = choose().gate(jnp.asarray(x), "swiglu_oai")
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_not_a_number_stays_so_and_other_elements_do_not_care(isa):

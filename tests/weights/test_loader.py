@@ -203,3 +203,13 @@ def test_peak_memory_is_the_result_and_about_one_tensor():
     assert result == 160 << 20
     # A tensor in float32, its transformed copy and a block; the embedding alone is 128 MiB in float32.
     assert peak - result < 24 << 20
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_a_part_may_change_its_shape_and_is_read_by_rows_where_that_is_all_the_same(by_row):
+    wide = np.arange(3 * 8 * 2**18, dtype=np.float32).reshape(3, 8, 2**18)  # 2 blocks' worth a row
+    source = ArraySource({"a": wide, "b": wide + 1})
+    parts = [Part(n, wide.shape, lambda w: w[:, ::2, 0], made=(3, 4), by_row=by_row) for n in "ab"]
+    params = load_params(source, [WeightRule("x.weight", (6, 4), tuple(parts))], frozenset(), "float32")
+    np.testing.assert_array_equal(params["x.weight"], np.concatenate([wide[:, ::2, 0], wide[:, ::2, 0] + 1]))
+    assert {elements for _, elements in source.reads} == {wide[0].size if by_row else wide.size}
