@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope_scaling import at_length
+from jaxserve.ops.backend import choose
 from tests.models import family_weights
 from tests.models.paged import Decoder, load
 from tests.models.tiny import write_hf
@@ -18,6 +20,9 @@ FOLDER = Path(__file__).parent / "families"
 # What has another answer by design, or none: see the tests at the end.
 OTHERS = ("llama-dynamic", "qwen3-moe-mixed", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
 CASES = sorted(path.stem for path in FOLDER.glob("*.json") if path.stem not in OTHERS)
+# Once more with the device's own kernels: windows, soft caps, biases, parts of heads, experts, sinks.
+NATIVE = ("mistral", "gemma2", "qwen2", "phi4-mini", "qwen2-moe", "qwen3-moe", "gpt-oss")
+LONGEST = 40  # prompt that is recorded
 TOLERANCE = 3e-4  # of logits in float32; a feature left out moves some by 0.02 and more
 
 
@@ -36,15 +41,21 @@ def close(got: np.ndarray, wanted: list[float]) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_prefill_chunks_and_decode_give_what_transformers_gave(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "xla") for name in CASES), *((name, "auto") for name in NATIVE)]
+)
+def test_prefill_chunks_and_decode_give_what_transformers_gave(name, backend, tmp_path):
     case = recorded(name)
     config, params = load(written(case, tmp_path / "model"))
+    chosen = choose(backend, backend, head_dim=config.head_dim, features=config.attention_features)
+    decoders: dict[ModelConfig, Decoder] = {}  # two, where the length of the context makes a difference
     for run in case["runs"].values():
         prompt, ids = run["prompt"], run["ids"]
-        length = len(prompt) + len(ids)
-        decoder = Decoder(at_length(config, length), params)
-        (whole,) = decoder.logits([prompt], [[len(prompt)]], queries=len(prompt))
+        exact = at_length(config, len(prompt) + len(ids))
+        if exact not in decoders:
+            decoders[exact] = Decoder(exact, params, chosen)
+        decoder = decoders[exact]
+        (whole,) = decoder.logits([prompt], [[len(prompt)]], queries=LONGEST)
         for position, wanted in run["logits"].items():
             close(whole[int(position)], wanted)
         # The prompt in chunks, past the window where there is one, then a token at a time.
