@@ -6,6 +6,7 @@ from jaxserve.models import standard
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import WeightRule
 from jaxserve.models.metadata import Metadata
+from jaxserve.models.names import CAPPED, SANDWICH
 from jaxserve.models.standard import ignored  # noqa: F401 - a part of the family
 from jaxserve.weights.source import TensorSource
 
@@ -23,8 +24,8 @@ def config(source: TensorSource) -> ModelConfig:
         # GGUF has no key for the query scale; the 27B model, alone, scales by hidden / heads.
         scaled = hidden // heads if num_layers == 46 else meta.need("gemma2.attention.key_length", int)
         plain = standard.from_gguf(
-            meta, source, name, "gemma2", activation="gelu_tanh", embedding_scale=hidden**0.5,
-            post_norms=True, attention_scale=scaled**-0.5,
+            meta, source, name, "gemma2", reads=CAPPED, activation="gelu_tanh",
+            embedding_scale=hidden**0.5, post_norms=True, attention_scale=scaled**-0.5,
             attention_soft_cap=meta.get("gemma2.attn_logit_softcapping", float, 50.0),
             logit_soft_cap=meta.get("gemma2.final_logit_softcapping", float, 30.0),
         )  # fmt: skip
@@ -48,4 +49,4 @@ def rules(format: str, config: ModelConfig) -> list[WeightRule]:
     """Every parameter of the decoder, with its tensors' names in a file of `format`."""
     if format == "gguf":
         return standard.rules(format, config)
-    return standard.rules(format, config, standard.SANDWICH, norm=standard.plus_one)
+    return standard.rules(format, config, SANDWICH, norm=standard.plus_one)

@@ -6,6 +6,7 @@ from jaxserve.models import standard
 from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.family import WeightRule
 from jaxserve.models.metadata import Metadata, refuse
+from jaxserve.models.names import CAPPED, SANDWICH
 from jaxserve.models.rope_metadata import Rope, rope_from_gguf, rope_from_hf
 from jaxserve.models.standard import ignored  # noqa: F401 - a part of the family
 from jaxserve.weights.source import TensorSource
@@ -38,8 +39,8 @@ def _from_gguf(meta: Metadata, source: TensorSource) -> ModelConfig:
     scaled_dim = hidden // heads if num_layers == 62 else head_dim
     pattern = meta.get(key + "attention.sliding_window_pattern", int, DEFAULT_PATTERN)
     return standard.from_gguf(
-        meta, source, name, "gemma3", activation="gelu_tanh", embedding_scale=hidden**0.5, qk_norm=True,
-        post_norms=True, attention_scale=scaled_dim**-0.5,
+        meta, source, name, "gemma3", reads=CAPPED, activation="gelu_tanh", qk_norm=True,
+        embedding_scale=hidden**0.5, post_norms=True, attention_scale=scaled_dim**-0.5,
         attention_soft_cap=meta.get(key + "attn_logit_softcapping", float, 0.0) or None,
         logit_soft_cap=meta.get(key + "final_logit_softcapping", float, 0.0) or None,
         layers=_layers(
@@ -86,4 +87,4 @@ def rules(format: str, config: ModelConfig) -> list[WeightRule]:
     """Every parameter of the decoder, with its tensors' names in a file of `format`."""
     if format == "gguf":
         return standard.rules(format, config)
-    return standard.rules(format, config, standard.SANDWICH, norm=standard.plus_one)
+    return standard.rules(format, config, SANDWICH, norm=standard.plus_one)

@@ -13,13 +13,15 @@ name = "granite"
 gguf_architectures = ("granite",)
 hf_architectures = ("GraniteForCausalLM",)
 
+_MULTIPLIERS = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+
 
 def config(source: TensorSource) -> ModelConfig:
     """ModelConfig from GGUF keys or from config.json."""
     meta = Metadata(source.metadata)
     if source.format == "gguf":
         return standard.from_gguf(
-            meta, source, name, "granite",
+            meta, source, name, "granite", _MULTIPLIERS,
             embedding_scale=meta.need("granite.embedding_scale", float),
             residual_scale=meta.need("granite.residual_scale", float),
             attention_scale=meta.need("granite.attention.scale", float),

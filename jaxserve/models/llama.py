@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.models import standard
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.family import WeightRule
-from jaxserve.models.metadata import Metadata, refuse
+from jaxserve.models.metadata import Metadata
 from jaxserve.models.standard import ignored  # noqa: F401 - a part of the family
 from jaxserve.weights.source import TensorSource
 
@@ -21,17 +21,11 @@ def config(source: TensorSource) -> ModelConfig:
         bias = meta.get("attention_bias", bool, False)
         mlp_bias = meta.get("mlp_bias", bool, False)
         return standard.from_hf(meta, name, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
-    if scale := meta.get("llama.attention.scale", float, 0.0):
-        refuse("llama.attention.scale", scale, "the root of the head size, that is no such key")
     moe = None
     if num_experts := meta.get("llama.expert_count", int, 0):
         width = meta.need("llama.feed_forward_length", int)
         moe = MoEConfig(num_experts, meta.need("llama.expert_used_count", int), width, normalise=True)
-    return standard.from_gguf(
-        meta, source, name, "llama", moe=moe,
-        qkv_bias="blk.0.attn_q.bias" in source.tensors, out_bias="blk.0.attn_output.bias" in source.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in source.tensors,
-    )  # fmt: skip
+    return standard.from_gguf(meta, source, name, "llama", moe=moe)
 
 
 def rules(format: str, config: ModelConfig) -> list[WeightRule]:

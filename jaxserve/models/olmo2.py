@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxserve.models import standard
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import WeightRule
@@ -22,7 +24,7 @@ _NAMES = {
 def config(source: TensorSource) -> ModelConfig:
     """ModelConfig from GGUF keys or from config.json."""
     meta = Metadata(source.metadata)
-    changes = {"qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True}
+    changes: dict[str, Any] = {"qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True}
     if source.format == "gguf":
         return standard.from_gguf(meta, source, name, "olmo2", **changes)
     bias = meta.get("attention_bias", bool, False)

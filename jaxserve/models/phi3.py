@@ -19,7 +19,9 @@ def config(source: TensorSource) -> ModelConfig:
     meta = Metadata(source.metadata)
     if source.format == "gguf":
         rotary_dim = meta.need("phi3.rope.dimension_count", int)
-        plain = standard.from_gguf(meta, source, name, "phi3", rotary_dim=rotary_dim)
+        plain = standard.from_gguf(
+            meta, source, name, "phi3", ("attention.sliding_window",), rotary_dim=rotary_dim
+        )
         window = meta.get("phi3.attention.sliding_window", int, 0)
     else:
         head_dim = meta.need("hidden_size", int) // meta.need("num_attention_heads", int)

@@ -76,13 +76,17 @@ def _yarn_magnitude(scaling: Metadata, factor: float) -> float | None:
 def rope_from_gguf(
     meta: Metadata, source: TensorSource, architecture: str, dim: int, *, theta: float = 10_000.0
 ) -> Rope:
-    """From the keys `architecture`.rope.* and the tensors rope_freqs, rope_factors_short and _long."""
+    """From the keys `architecture`.rope.* and the tensors rope_freqs, rope_factors_short and _long.
+
+    Source: llama.cpp's llama-context.cpp, for what multiplies what in YaRN.
+    """
     at = f"{architecture}.rope."
     theta = meta.get(at + "freq_base", float, theta)
     longest = meta.need(f"{architecture}.context_length", int)
     kind = meta.get(at + "scaling.type", str, "none")
     factor = meta.get(at + "scaling.factor", float, 0.0) or meta.get(at + "scale_linear", float, 0.0) or 1.0
-    original = meta.get(at + "scaling.original_context_length", int, None) or longest
+    given = meta.get(at + "scaling.original_context_length", int, 0)
+    original = given or longest
     magnitude = meta.get(at + "scaling.attn_factor", float, None)
     read: Callable[[str], list[float]] = lambda name: source.read(name).astype("float64").ravel().tolist()
     if "rope_factors_long.weight" in source.tensors:
@@ -91,12 +95,21 @@ def rope_from_gguf(
     if "rope_freqs.weight" in source.tensors:
         return Rope(theta, RopeScaling(tuple(read("rope_freqs.weight"))), longest)
     if kind == "yarn":
+        for key in ("scaling.yarn_ext_factor", "scaling.yarn_attn_factor"):
+            if (value := meta.get(at + key, float, 1.0)) != 1:
+                refuse(at + key, value, "1, or no such key")
+        if (value := meta.get(at + "scaling.yarn_log_multiplier", float, 0.0)) != 0:
+            refuse(at + "scaling.yarn_log_multiplier", value, "0, or no such key")
         made = rope_scaling.yarn(
-            dim, theta, factor, original, attention_factor=magnitude,
+            dim, theta, factor, original,
+            attention_factor=rope_scaling.yarn_magnitude(factor) * (magnitude or 1.0),
             beta_fast=meta.get(at + "scaling.yarn_beta_fast", float, 32.0),
             beta_slow=meta.get(at + "scaling.yarn_beta_slow", float, 1.0),
         )  # fmt: skip
-        return Rope(theta, made, longest)
+        return Rope(theta, made, max(longest, math.ceil(original * factor)))
     if kind not in ("none", "linear"):
         refuse(at + "scaling.type", kind, "none, linear, yarn, or longrope with its tensors of factors")
-    return Rope(theta, rope_scaling.linear(dim, factor) if factor != 1 else RopeScaling(), longest)
+    if factor == 1:
+        return Rope(theta, RopeScaling(), longest)
+    # As in config.json, the context length is that before scaling, unless the file tells the two apart.
+    return Rope(theta, rope_scaling.linear(dim, factor), longest if given else math.ceil(longest * factor))

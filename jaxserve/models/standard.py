@@ -16,6 +16,7 @@ from jaxserve.errors import WeightsError
 from jaxserve.models.config import LayerConfig, ModelConfig, MoEConfig
 from jaxserve.models.family import Part, WeightRule, stack_layers
 from jaxserve.models.metadata import Metadata, refuse
+from jaxserve.models.names import GGUF, HF, NEUTRAL
 from jaxserve.models.rope_metadata import Rope, rope_from_gguf, rope_from_hf
 from jaxserve.weights.source import TensorSource
 
@@ -62,10 +63,23 @@ def from_hf(meta: Metadata, family: str, **changes: Any) -> ModelConfig:
 
 
 def from_gguf(
-    meta: Metadata, source: TensorSource, family: str, architecture: str, **changes: Any
+    meta: Metadata,
+    source: TensorSource,
+    family: str,
+    architecture: str,
+    reads: tuple[str, ...] = (),
+    **changes: Any,
 ) -> ModelConfig:
-    """The same from GGUF keys, those of `architecture`."""
+    """The same from GGUF keys, those of `architecture`.
+
+    `reads` are keys of NEUTRAL that the family sees to; of the others, none may change the answer. GGUF has
+    no keys for biases and for tied embeddings: whether the tensors are there tells.
+    """
     key = architecture + "."
+    for name, neutral in NEUTRAL.items():
+        value = meta.get(key + name, object, neutral[0])
+        if name not in reads and value not in neutral:
+            refuse(key + name, value, f"{neutral[0]!r}, or no such key")
     hidden, heads = meta.need(key + "embedding_length", int), meta.need(key + "attention.head_count", int)
     head_dim = meta.get(key + "attention.key_length", int, hidden // heads)
     if (value_dim := meta.get(key + "attention.value_length", int, head_dim)) != head_dim:
@@ -90,7 +104,10 @@ def from_gguf(
         "rms_norm_eps": meta.need(key + "attention.layer_norm_rms_epsilon", float),
         "attention_scale": head_dim**-0.5,
         "activation": "silu",
-        "tie_embeddings": "output.weight" not in source.tensors,  # GGUF has no key for it
+        "tie_embeddings": "output.weight" not in source.tensors,
+        "qkv_bias": not source.tensors.keys().isdisjoint({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}),
+        "out_bias": "blk.0.attn_output.bias" in source.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in source.tensors,
         "embedding_scale": None,
         "qk_norm": False,
         "post_norms": False,
@@ -290,65 +307,3 @@ def ignored(format: str, config: ModelConfig) -> frozenset[str]:
         return frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
     inv_freq = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
     return frozenset(inv_freq | ({"lm_head.weight"} if config.tie_embeddings else set()))
-
-
-# Sources: gguf-py's tensor_mapping.py; the state dicts of transformers' models.
-GGUF = {
-    "embedding": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "lm_head": "output.weight",
-    "attention_norm": "attn_norm.weight",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "qkv": "attn_qkv.weight",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "out": "attn_output.weight",
-    "post_attention_norm": "post_attention_norm.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "gate_up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "post_mlp_norm": "post_ffw_norm.weight",
-    "router": "ffn_gate_inp.weight",
-    "expert_gate": "ffn_gate_exps.weight",
-    "expert_up": "ffn_up_exps.weight",
-    "expert_down": "ffn_down_exps.weight",
-    "shared_router": "ffn_gate_inp_shexp.weight",
-    "shared_gate": "ffn_gate_shexp.weight",
-    "shared_up": "ffn_up_shexp.weight",
-    "shared_down": "ffn_down_shexp.weight",
-}
-HF = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "attention_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "qkv": "self_attn.qkv_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "out": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "gate_up": "mlp.gate_up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "router": "mlp.gate.weight",
-    "expert_gate": "mlp.experts.{expert}.gate_proj.weight",
-    "expert_up": "mlp.experts.{expert}.up_proj.weight",
-    "expert_down": "mlp.experts.{expert}.down_proj.weight",
-    "shared_router": "mlp.shared_expert_gate.weight",
-    "shared_gate": "mlp.shared_expert.gate_proj.weight",
-    "shared_up": "mlp.shared_expert.up_proj.weight",
-    "shared_down": "mlp.shared_expert.down_proj.weight",
-}
-SANDWICH = {  # Hugging Face's names where norms stand on both sides of attention and MLP
-    "post_attention_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "post_mlp_norm": "post_feedforward_layernorm.weight",
-}

@@ -154,6 +154,8 @@ class _Parser:
                 "which this version of the gguf package does not know"
             ) from None
         block, block_bytes = GGML_QUANT_SIZES[qtype]
+        while len(dims) > 1 and dims[-1] == 1:  # to ggml, [n] and [n, 1] are one shape; files have either
+            dims.pop()
         shape = tuple(reversed(dims))
         if 0 in shape or (shape and shape[-1] % block):
             raise WeightsError(
