@@ -1,6 +1,7 @@
 """How each kind of byte-level BPE cuts text into words before merging, by the names GGUF gives them.
 
-The patterns are those of the models' own tokenizer.json; llama.cpp has the same list in llama-vocab.cpp.
+The patterns are those of the models' own tokenizer.json; llama.cpp has the same list in llama-vocab.cpp, and
+o200k's is in tiktoken's openai_public.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _CL100K = (  # {digits}: how many digits make a word
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (  # capitals end a word; %(ends)s: what belongs to the word before it
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%(ends)s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%(ends)s|%(digits)s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -38,10 +44,28 @@ class PreTokenizer:
         return normalizers.NFC() if self.nfc else None
 
 
+_DIGITS_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
+_PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_LLAMA3 = PreTokenizer((_CL100K.format(digits=r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_TRIPLES = PreTokenizer(_LLAMA3.patterns)
 _BY_NAME = {
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "llama-bpe": PreTokenizer((_CL100K.format(digits=r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True),
+    "smollm": _DIGITS_GPT2,
+    "refact": _DIGITS_GPT2,  # granite 3 and granite code
+    "starcoder": _DIGITS_GPT2,
+    "gpt-2": _PLAIN_GPT2,
+    "phi-2": _PLAIN_GPT2,
+    "olmo": _PLAIN_GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _TRIPLES,  # llama 3 without a BOS of its own
+    "dbrx": _TRIPLES,  # olmo2, phi-4
+    "gpt-4o": PreTokenizer(  # phi-4-mini, gpt-oss
+        (_CASED % {"ends": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": r"\p{N}{1,3}"},)
+    ),
+    "tekken": PreTokenizer(  # mistral-nemo and later
+        (_CASED % {"ends": "", "digits": r"\p{N}"},), ignore_merges=True, add_bos=True
+    ),
     "qwen2": PreTokenizer((_CL100K.format(digits=r"\p{N}"),), nfc=True),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }

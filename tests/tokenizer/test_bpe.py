@@ -163,6 +163,8 @@ GGUF_PIPELINES = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
+GGUF_PIPELINES |= {"phi-2": GGUF_PIPELINES["gpt-2"], "olmo": GGUF_PIPELINES["gpt-2"]}
+GGUF_PIPELINES |= {"refact": GGUF_PIPELINES["smollm"], "starcoder": GGUF_PIPELINES["smollm"]}
 
 
 @pytest.mark.parametrize("name", sorted(GGUF_PIPELINES))
@@ -182,6 +184,14 @@ def test_a_pre_tokenizer_cuts_words_as_the_models_own_pipeline_does(name):
         ("llama-bpe", "12345 I'LL\n\n go!!\n", ["123", "45", " I", "'LL", "\n\n", " go", "!!\n"]),
         ("qwen2", "12345 I'LL\n\n go!!\n", ["1", "2", "3", "4", "5", " I", "'LL", "\n\n", " go", "!!\n"]),
         ("default", "a+b 12345 c", ["a", "+", "b", " ", "123", "45", " c"]),
+        ("dbrx", "12345 I'LL\n\n go!!\n", ["123", "45", " I", "'LL", "\n\n", " go", "!!\n"]),
+        (
+            "gpt-4o",
+            "12345 I'LL HTTPServer//\n e\u0301t\u00c9",
+            ["123", "45", " I'LL", " HTTPServer", "//\n", " e\u0301t", "\u00c9"],
+        ),
+        ("gpt-4o", "helloWorld don'T  x", ["hello", "World", " don'T", " ", " x"]),
+        ("tekken", "12 aB don't c/d\n", ["1", "2", " a", "B", " don", "'t", " c", "/d", "\n"]),
     ],
 )
 def test_a_pre_tokenizer_cuts_words_as_its_pattern_says(name, text, words):
@@ -257,7 +267,7 @@ def test_end_tokens_that_a_file_calls_normal_are_special_all_the_same():
     [
         ({"model": None}, "no tokenizer.ggml.model"),
         ({"model": "bert"}, "model is 'bert'"),
-        ({"pre": "tekken"}, "pre is 'tekken'; supported are default, gpt-2, llama-bpe, qwen2, smollm"),
+        ({"pre": "bloom"}, "pre is 'bloom'; supported are dbrx, default, gpt-2, gpt-4o, llama-bpe, .*tekken"),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokens": "abc"}, "tokens is 'abc'; expected list"),
         ({"tokens": []}, "tokens is empty"),
