@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
-from jaxserve.commands import chat, complete, convert, pull, serve
+from jaxserve.commands import chat, complete, convert, inspect, pull, serve
 from jaxserve.commands.flags import HelpFormatter
 from jaxserve.errors import JaxserveError
 
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, chat, complete, pull, convert):
+    for command in (serve, chat, complete, pull, convert, inspect):
         command.add_parser(commands)
     return parser
 

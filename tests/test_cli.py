@@ -15,7 +15,7 @@ from jaxserve.commands import flags
 from jaxserve.errors import WeightsError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["serve", "chat", "complete", "pull", "convert"]
+COMMANDS = ["serve", "chat", "complete", "pull", "convert", "inspect"]
 
 
 @pytest.mark.parametrize("argv", [["--help"], *[[command, "--help"] for command in COMMANDS]])
