@@ -40,6 +40,25 @@ class MoEConfig:
     shared_size: int = 0  # width of an expert that all tokens take beside these; 0: none
     router_bias: bool = False
     expert_bias: bool = False
+    # Of deepseek (models/latent.py):
+    shared_gate: bool = True  # what all tokens take is weighed by a router of its own
+    sigmoid: bool = False  # each logit by itself, in place of a softmax
+    choice_bias: bool = False  # added to what experts are chosen by, not to their weights
+    num_groups: int = 1  # of experts; the active ones are in
+    active_groups: int = 1  # so many of these
+    scale: float = 1.0  # of the weights
+    dense_layers: int = 0  # first ones, which have an MLP
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention whose keys and values are made of one latent vector a token: see models/latent.py."""
+
+    rank: int  # of the latent vector
+    query_rank: int | None  # queries are made of one too; None: they aren't
+    nope_dim: int  # of a query and key head: what RoPE leaves alone
+    rope_dim: int  # and what it turns
+    value_dim: int  # of a value head
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +96,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
     moe: MoEConfig | None = None  # in place of the MLP
+    latent: LatentConfig | None = None  # with one kv head, the latent vector with what RoPE turns
 
     def __post_init__(self) -> None:
         for name in (
@@ -108,10 +128,23 @@ class ModelConfig:
                 "active experts", self.moe.num_active, 1 <= self.moe.num_active <= self.moe.num_experts,
                 f"at most the number of experts, {self.moe.num_experts}",
             )  # fmt: skip
+            groups = self.moe.num_groups
+            divides = groups >= 1 and self.moe.num_experts % groups == 0
+            _require("expert groups", groups, divides, f"a divisor of {self.moe.num_experts} experts")
+            can = self.moe.active_groups * (self.moe.num_experts // groups) >= self.moe.num_active
+            _require(
+                "active groups", self.moe.active_groups, can and self.moe.active_groups <= groups,
+                f"enough for {self.moe.num_active} experts, and at most the number of groups, {groups}",
+            )  # fmt: skip
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def value_head_dim(self) -> int:
+        """What the cache keeps as a value, beside a key: nothing where values are a part of keys."""
+        return 0 if self.latent is not None else self.head_dim
 
     @property
     def attention_features(self) -> frozenset[str]:
@@ -126,8 +159,13 @@ class ModelConfig:
         """Inverse of `to_json`. Raises ConfigError that names a missing or unknown key."""
         try:
             layers = tuple(_layer_from_json(layer) for layer in data["layers"])
-            moe = data.get("moe")
-            return cls(**{**data, "layers": layers, "moe": None if moe is None else MoEConfig(**moe)})
+            moe, latent = data.get("moe"), data.get("latent")
+            parts = {
+                "layers": layers,
+                "moe": None if moe is None else MoEConfig(**moe),
+                "latent": None if latent is None else LatentConfig(**latent),
+            }
+            return cls(**{**data, **parts})
         except (KeyError, TypeError, WeightsError) as error:
             raise ConfigError(f"model config: {error}") from error
 

@@ -45,7 +45,7 @@ class KVCache(NamedTuple):
     values: jax.Array  # the same
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """What every layer needs to know of where this step's tokens are; computed once a step."""
 
     write: jax.Array  # [B, Q] pool index of each token
@@ -105,7 +105,7 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: jax.Array, layer: jax.Array, kv: KVCache, places: _Places, backend: Backend
+        self, x: jax.Array, layer: jax.Array, kv: KVCache, places: Places, backend: Backend
     ) -> tuple[jax.Array, KVCache]:
         config = self.config
         B, Q, _ = x.shape
@@ -164,14 +164,19 @@ class MoE(nnx.Module):
         self.down = matrix(H, I, ("embed", "mlp"))
         shared = replace(config, intermediate_size=max(1, moe.shared_size), mlp_bias=False)
         self.shared = MLP(shared, dtype) if moe.shared_size else None
-        self.shared_router = Linear((L, 1, H), ("layers", "one", "embed"), dtype) if moe.shared_size else None
+        gated = moe.shared_size and moe.shared_gate
+        self.shared_router = Linear((L, 1, H), ("layers", "one", "embed"), dtype) if gated else None
         self.config, self.activation = moe, config.activation
+
+    def route(self, logits: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(experts, weights) [T, k] of router logits [T, E]."""
+        return route(logits, self.config.num_active, normalise=self.config.normalise)
 
     def __call__(self, x: jax.Array, layer: jax.Array, is_live: jax.Array, backend: Backend) -> jax.Array:
         E = self.config.num_experts
         rows = x.reshape(-1, x.shape[-1])  # [T, H]
         logits = self.router(rows, backend, layer, out_dtype=jnp.float32)
-        experts, weights = route(logits, self.config.num_active, normalise=self.config.normalise)
+        experts, weights = self.route(logits, layer)
 
         def expert(x: jax.Array, number: jax.Array) -> jax.Array:
             at = layer * E + number
@@ -179,9 +184,12 @@ class MoE(nnx.Module):
             return self.down(backend.gate(gate_up, self.activation), backend, at, out_dtype=jnp.float32)
 
         mixed = mix_experts(rows, experts, weights, is_live.reshape(-1), expert, num_experts=E)
-        if self.shared is not None and self.shared_router is not None:
-            share = jax.nn.sigmoid(self.shared_router(rows, backend, layer, out_dtype=jnp.float32))
-            mixed = mixed + share * self.shared(rows, layer, is_live, backend)
+        if self.shared is not None:
+            shared = self.shared(rows, layer, is_live, backend)
+            if self.shared_router is not None:
+                router = self.shared_router(rows, backend, layer, out_dtype=jnp.float32)
+                shared = jax.nn.sigmoid(router) * shared
+            mixed = mixed + shared
         return mixed.reshape(x.shape)
 
 
@@ -202,9 +210,19 @@ class Layers(nnx.Module):
         self.mlp: MLP | MoE = MLP(config, dtype) if config.moe is None else MoE(config, dtype)
         self.dtype = dtype
         self.residual_scale = config.residual_scale
+        self.num_layers = config.num_layers
+
+    def run(self, x: jax.Array, kv: KVCache, places: Places, backend: Backend) -> tuple[jax.Array, KVCache]:
+        """All layers over `x` [B, Q, H], float32."""
+
+        def one_layer(layer: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+            x, kv = carry
+            return self(x, layer, kv, places, backend)
+
+        return jax.lax.fori_loop(0, self.num_layers, one_layer, (x, kv))
 
     def __call__(
-        self, x: jax.Array, layer: jax.Array, kv: KVCache, places: _Places, backend: Backend
+        self, x: jax.Array, layer: jax.Array, kv: KVCache, places: Places, backend: Backend
     ) -> tuple[jax.Array, KVCache]:
         mixed, kv = self.attention(self._before(self.attention_norm, x, layer), layer, kv, places, backend)
         x = x + self._after(self.post_attention_norm, mixed, layer)
@@ -226,7 +244,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: DType):
         table = (config.vocab_size, config.hidden_size)
         self.embedding = Linear(table, ("vocab", "embed"), dtype)
-        self.layers = Layers(config, dtype)
+        self.layers = _layers(config, dtype)
         self.final_norm = Norm((config.hidden_size,), config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(table, ("vocab", "embed"), dtype)
         self.config = config
@@ -241,13 +259,7 @@ class Decoder(nnx.Module):
         x = backend.rows(self.embedding.weight[...], batch.tokens).astype(self.dtype)  # [B, Q, H]
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        x = x.astype(jnp.float32)
-
-        def one_layer(layer: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
-            x, kv = carry
-            return self.layers(x, layer, kv, places, backend)
-
-        return jax.lax.fori_loop(0, config.num_layers, one_layer, (x, kv))
+        return self.layers.run(x.astype(jnp.float32), kv, places, backend)
 
     def logits(self, hidden: jax.Array, backend: Backend) -> jax.Array:
         """Float32 logits [..., V] of `hidden` [..., H]."""
@@ -260,7 +272,15 @@ class Decoder(nnx.Module):
         return logits
 
 
-def _find_places(config: ModelConfig, batch: Batch, page_size: int) -> _Places:
+def _layers(config: ModelConfig, dtype: DType) -> Any:
+    if config.latent is None:
+        return Layers(config, dtype)
+    from jaxserve.models.latent import LatentLayers  # which is made of this module's parts
+
+    return LatentLayers(config, dtype)
+
+
+def _find_places(config: ModelConfig, batch: Batch, page_size: int) -> Places:
     Q = batch.tokens.shape[1]
     positions = batch.start[:, None] + jnp.arange(Q)  # [B, Q]
     valid = jnp.arange(Q) < batch.query_lens[:, None]
@@ -271,7 +291,7 @@ def _find_places(config: ModelConfig, batch: Batch, page_size: int) -> _Places:
     if (magnitudes != 1).any():
         cos, sin = cos * magnitudes[:, None, None, None], sin * magnitudes[:, None, None, None]
     windows = [NO_WINDOW if layer.window is None else layer.window for layer in config.layers]
-    return _Places(
+    return Places(
         write=write_indices(batch.page_table, positions, valid, page_size=page_size),
         is_live=valid,
         cos=cos,

@@ -6,6 +6,7 @@ from typing import cast
 
 from jaxserve.errors import WeightsError
 from jaxserve.models import (
+    deepseek,
     gemma,
     gemma2,
     gemma3,
@@ -27,7 +28,7 @@ from jaxserve.weights.source import TensorSource
 
 _MODULES = (
     llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, olmo2, granite,
-    smollm3, gpt_oss,
+    smollm3, gpt_oss, deepseek,
 )  # fmt: skip
 FAMILIES = cast(tuple[Family, ...], _MODULES)
 

@@ -21,6 +21,39 @@ def route(logits: jax.Array, num_active: int, *, normalise: bool) -> tuple[jax.A
     return experts, weights
 
 
+def route_in_groups(
+    logits: jax.Array,
+    num_active: int,
+    *,
+    choice_bias: jax.Array | None,  # [E] float32
+    sigmoid: bool,
+    num_groups: int,
+    active_groups: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """(experts, weights) [T, k] of router logits [T, E], all experts from the best groups.
+
+    A group is as good as its best expert; with `choice_bias`, which is added to the scores that experts are
+    chosen by and not to their weights, as its best two. Sources: DeepSeek-AI 2024, arXiv:2405.04434, section
+    2.1.2, and arXiv:2412.19437, section 2.1.2; the models' reference code.
+    """
+    T, E = logits.shape
+    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if active_groups < num_groups:
+        grouped = choice.reshape(T, num_groups, -1)
+        best = jax.lax.top_k(grouped, 1 if choice_bias is None else min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        _, groups = jax.lax.top_k(best, active_groups)
+        is_taken = jnp.any(groups[..., None] == jnp.arange(num_groups), axis=1)  # [T, num_groups]
+        choice = jnp.where(is_taken[..., None], grouped, -jnp.inf).reshape(T, E)
+    _, experts = jax.lax.top_k(choice, num_active)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if normalise:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return experts, scale * weights
+
+
 def mix_experts(
     x: jax.Array,  # [T, H]
     experts: jax.Array,  # [T, k] int32

@@ -76,8 +76,11 @@ class SlotState(NamedTuple):
 
 def kv_bytes_per_token(model: ModelConfig, dtype: DType, lanes: int | None = None) -> int:
     """Bytes of keys and values of one position in all layers; `lanes` is the backend's `pool_lanes`."""
-    values = math.prod(token_shape(model.num_kv_heads, model.head_dim, lanes))
-    return 2 * model.num_layers * values * jnp.dtype(dtype).itemsize
+    values = sum(
+        math.prod(token_shape(model.num_kv_heads, size, lanes))
+        for size in (model.head_dim, model.value_head_dim)
+    )
+    return model.num_layers * values * jnp.dtype(dtype).itemsize
 
 
 def kv_shapes(
@@ -85,8 +88,11 @@ def kv_shapes(
 ) -> KVCache:
     """The pool as ShapeDtypeStructs; `lanes` is the backend's `pool_lanes`."""
     positions = config.num_pages * config.page_size
-    shape = (model.num_layers, positions, *token_shape(model.num_kv_heads, model.head_dim, lanes))
-    return KVCache(*(jax.ShapeDtypeStruct(shape, dtype),) * 2)  # type: ignore[arg-type]
+    pools = (
+        (model.num_layers, positions, *token_shape(model.num_kv_heads, size, lanes))
+        for size in (model.head_dim, model.value_head_dim)
+    )
+    return KVCache(*(jax.ShapeDtypeStruct(shape, dtype) for shape in pools))  # type: ignore[arg-type]
 
 
 def state_shapes(config: EngineConfig) -> SlotState:

@@ -34,9 +34,12 @@ class Decoder:
         graph, abstract = nnx.split(decoder)
         structure = jax.tree.structure(abstract)
         self._leaves = prepare_params(decoder, dict(params), backend)
-        shape = (model.num_layers, NUM_PAGES * PAGE_SIZE, model.num_kv_heads, model.head_dim)
+        slots = model.num_layers, NUM_PAGES * PAGE_SIZE, model.num_kv_heads
         # What nobody wrote is NaN: reading it would show.
-        self._kv = KVCache(np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+        self._kv = KVCache(
+            np.full((*slots, model.head_dim), np.nan, np.float32),
+            np.full((*slots, model.value_head_dim), np.nan, np.float32),
+        )
 
         @jax.jit
         def run(leaves: Any, kv: KVCache, batch: Batch) -> Any:
