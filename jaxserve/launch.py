@@ -23,9 +23,11 @@ from jaxserve.runtime.shaping import shaping_bytes
 from jaxserve.runtime.state import kv_bytes_per_token
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate, chat_template
+from jaxserve.tokenizer.generation import FILE, GenerationDefaults, generation_from_folder
+from jaxserve.tokenizer.template_files import DEFAULT
 from jaxserve.types import Event, MemoryUse, Pooling
 from jaxserve.weights.loader import param_dtype
-from jaxserve.weights.model_files import open_model
+from jaxserve.weights.model_files import ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ class LaunchOptions:
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     compile_cache: Path | None = None
-    chat_template: Path | None = None  # in place of the model's own
+    chat_template: Path | None = None  # in place of the model's own, or the name of one of these
+    generation_config: str = "auto"  # the model's own; "none", or a folder that has another
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class LoadedEngine:
     engine: Engine
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    generation: GenerationDefaults
     config: EngineConfig
     model_name: str
     vocab_size: int
@@ -88,8 +92,8 @@ def load_engine(
     files = open_model(options.model)
     try:
         tokenizer = files.load_tokenizer()
-        source = _template_source(options.chat_template) or files.chat_template()
-        template = None if source is None else chat_template(tokenizer, source)
+        template = _chat_template(tokenizer, options.chat_template, files.chat_templates())
+        generation = _generation_defaults(options.generation_config, files)
         backend = choose(
             options.attention_backend, options.linear_backend,
             head_dim=files.config.head_dim, features=files.config.attention_features,
@@ -155,8 +159,9 @@ def load_engine(
     engine.start()
     memory = memory_use(runner.weights_bytes, bytes_per_token, config)
     return LoadedEngine(
-        engine, tokenizer, template, config, name, model.vocab_size, memory, lambda: counter.count
-    )
+        engine, tokenizer, template, generation, config, name, model.vocab_size, memory,
+        lambda: counter.count,
+    )  # fmt: skip
 
 
 def _prefill_tokens(chosen: int | None) -> int:
@@ -178,10 +183,34 @@ def compile_cache_folder(folder: Path | None) -> Path:
     return folder
 
 
-def _template_source(path: Path | None) -> str | None:
-    if path is None:
-        return None
+def _chat_template(tokenizer: Tokenizer, chosen: Path | None, own: dict[str, str]) -> ChatTemplate | None:
+    """All of the model's `own` templates, or the one alone that the user chose: by name, or another file."""
+    names = ", ".join(own)
+    if chosen is None:
+        if own and DEFAULT not in own:
+            raise ConfigError(
+                f"the model has chat templates named {names}, and none named {DEFAULT}: choose one with "
+                "--chat-template NAME"
+            )
+        others = {name: source for name, source in own.items() if name != DEFAULT}
+        return chat_template(tokenizer, own[DEFAULT], others) if own else None
+    if str(chosen) in own and not chosen.is_file():
+        return chat_template(tokenizer, own[str(chosen)])
     try:
-        return path.read_text(encoding="utf-8")
+        return chat_template(tokenizer, chosen.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={path} can't be read: {error}") from error
+        also = f"; templates of the model's own are {names}" if own else ""
+        raise ConfigError(f"chat_template={chosen} can't be read: {error}{also}") from error
+
+
+def _generation_defaults(chosen: str, files: ModelFiles) -> GenerationDefaults:
+    if chosen == "none":
+        return GenerationDefaults()
+    if chosen == "auto":
+        return files.generation_config().defaults()
+    if not (Path(chosen) / FILE).is_file():
+        raise ConfigError(
+            f"generation_config={chosen}: there is no {FILE} in such a folder; auto takes the model's own, "
+            "none takes no defaults from any file"
+        )
+    return generation_from_folder(Path(chosen)).defaults()

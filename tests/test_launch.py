@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -207,6 +208,65 @@ def test_a_chat_template_of_the_users_goes_before_the_models_own(launch, options
     loaded, _ = launch(replace(options, chat_template=file))
     assert loaded.chat_template is not None
     assert loaded.chat_template.render([{"role": "user", "content": "hi"}]) == "MINE hi <|end|>"
+
+
+def with_files(source: Path, target: Path, files: dict[str, str]) -> str:
+    """A copy of the model folder `source` with these files beside its own."""
+    shutil.copytree(source, target)
+    for name, text in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(text)
+    return str(target)
+
+
+def test_all_templates_of_a_model_are_there_and_the_user_may_choose_one_by_name(
+    launch, options, files, tmp_path
+):
+    more = {f"additional_chat_templates/{name}.jinja": f"{name}!" for name in ("tool_use", "rag")}
+    chosen = replace(options, model=with_files(files["hf"], tmp_path / "m", more))
+    loaded, _ = launch(chosen)
+    template = loaded.chat_template
+    assert template is not None
+    assert set(template.named) == {"default", "tool_use", "rag"}
+    assert template.pick(tools=True).render([]) == "tool_use!"
+    loaded, _ = launch(replace(chosen, chat_template=Path("rag")))
+    assert loaded.chat_template is not None
+    assert loaded.chat_template.pick(tools=True).render([]) == "rag!"
+
+
+def test_defaults_of_sampling_are_the_models_own_or_none_or_those_of_another_folder(
+    launch, options, files, tmp_path
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"temperature": 0.2}')
+    own = with_files(
+        files["hf"], tmp_path / "m", {"generation_config.json": '{"top_k": 7, "max_new_tokens": 5}'}
+    )
+    for chosen, sampling, max_tokens in (
+        ("auto", {"top_k": 7}, 5), ("none", {}, None), (str(other), {"temperature": 0.2}, None),
+    ):  # fmt: skip
+        loaded, _ = launch(replace(options, model=own, generation_config=chosen))
+        assert (dict(loaded.generation.sampling), loaded.generation.max_tokens) == (sampling, max_tokens)
+
+
+def test_templates_and_defaults_that_can_not_be_used_are_one_line_that_says_what_to_change(
+    options, files, tmp_path
+):
+    broken = with_files(files["hf"], tmp_path / "a", {"generation_config.json": '{"top_p": 3}'})
+    nameless = with_files(files["hf"], tmp_path / "b", {"additional_chat_templates/rag.jinja": "{{ x }}"})
+    Path(nameless, "chat_template.jinja").unlink()
+    syntax = with_files(files["hf"], tmp_path / "c", {"additional_chat_templates/rag.jinja": "{% for %}"})
+    for change, error, message in (
+        ({"model": broken}, ConfigError, r"a/generation_config\.json: top_p is 3; expected .* none$"),
+        ({"model": nameless}, ConfigError, "templates named rag, and none named default: .*--chat-template"),
+        ({"model": syntax}, TokenizerError, "chat template 'rag', line 1"),
+        ({"model": syntax, "chat_template": Path("nix")}, ConfigError, "model's own are default, rag$"),
+        ({"generation_config": "nix"}, ConfigError, r"generation_config=nix: there is no generation_config"),
+    ):
+        with pytest.raises(error, match=message) as raised:
+            load_engine(replace(options, **change), deliver=lambda events: None)
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

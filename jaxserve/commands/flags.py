@@ -84,7 +84,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
     )
     model.add_argument(
         "--chat-template", type=Path, metavar="FILE",
-        help="jinja2 template for chats, in place of the model's own",
+        help="jinja2 template for chats, in place of the model's own; or the name of one of these, to use it "
+        "for every chat",
+    )
+    model.add_argument(
+        "--generation-config", default="auto", metavar="FROM",
+        help="where defaults of temperature, top_p and so on come from: auto, the model's own "
+        "generation_config.json; none; or a folder with such a file",
     )
     batching = parser.add_argument_group("batching and memory")
     batching.add_argument(
@@ -186,6 +192,7 @@ def launch_options(args: argparse.Namespace, **more: Any) -> LaunchOptions:
         linear_backend=args.linear_backend,
         compile_cache=args.compile_cache,
         chat_template=args.chat_template,
+        generation_config=args.generation_config,
         **more,
     )
 

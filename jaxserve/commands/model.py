@@ -26,10 +26,11 @@ def served_model(
         names=tuple(names or (loaded.model_name,)),
         tokenizer=loaded.tokenizer,
         chat_template=loaded.chat_template,
+        generation=loaded.generation,
         max_model_len=loaded.config.max_model_len,
         vocab_size=loaded.vocab_size,
         max_logprobs=loaded.config.max_logprobs,
         created=int(time.time()),
     )
-    assert model.speech  # a parser that doesn't fit shows here, not with the first request
+    assert model.speeches  # a parser that doesn't fit shows here, not with the first request
     return model

@@ -29,6 +29,7 @@ from jaxserve.errors import EngineDiedError
 
 if TYPE_CHECKING:
     from jaxserve.server.served import ServedModel
+    from jaxserve.tokenizer.generation import GenerationDefaults
     from jaxserve.types import MemoryUse
 
 EXIT_FAILED = 1
@@ -162,6 +163,8 @@ def run(args: argparse.Namespace) -> int:
             reasoning_parser=args.reasoning_parser,
         )
         print(memory_line(loaded.memory), file=sys.stderr, flush=True)
+        if loaded.generation:
+            print(defaults_line(loaded.generation), file=sys.stderr, flush=True)
         return Loaded(model, loaded.engine, loaded.compilations_after_warmup, loaded.memory)
 
     def on_ready(url: str, model: ServedModel) -> None:
@@ -197,6 +200,13 @@ def memory_line(memory: MemoryUse) -> str:
         f"weights {memory.weights_bytes / 1e6:,.0f} MB; KV cache {memory.kv_bytes / 1e6:,.0f} MB: "
         f"{memory.kv_tokens:,} tokens of {memory.kv_bytes_per_token / 1e3:,.1f} kB, enough for "
         f"{memory.num_full_requests:,} requests of {memory.max_model_len:,} tokens at a time"
+    )
+
+
+def defaults_line(generation: GenerationDefaults) -> str:
+    """What requests get that do not say how to sample."""
+    return (
+        f"defaults of requests: {generation} (by {generation.source}; --generation-config none for none)"
     )
 
 

@@ -25,14 +25,17 @@ def add_talk_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, p
         "--max-tokens", type=count, default=max_tokens, metavar="N",
         help="longest answer" + ("; default: what the context leaves" if max_tokens is None else ""),
     )
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: 1")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="default: 1, off")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="default: 0, off")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="default: 0, off")
+    sampling.add_argument(
+        "--temperature", type=float, metavar="T", help="0 is greedy; default: the model's, or 1"
+    )
+    sampling.add_argument("--top-p", type=float, metavar="P", help="default: the model's, or 1, off")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="default: the model's, or 0, off")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="default: the model's, or 0, off")
     sampling.add_argument("--seed", type=int, metavar="N", help="default: drawn for each answer")
     sampling.add_argument(
         "--repetition-penalty", type=float, metavar="X",
-        help="of tokens that prompt or answer have; above 1 makes them less likely; default: 1, off",
+        help="of tokens that prompt or answer have; above 1 makes them less likely; default: the model's, or "
+        "1, off",
     )
     sampling.add_argument(
         "--presence-penalty", type=float, metavar="X",

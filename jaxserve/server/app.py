@@ -98,6 +98,7 @@ def _card(model: ServedModel, name: str) -> dict[str, object]:
         "root": model.name,
         "parent": None,
         "max_model_len": model.max_model_len,
+        "default_sampling_params": model.generation.shown(),
     }
 
 

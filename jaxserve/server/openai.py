@@ -84,7 +84,7 @@ def _no_constant(name: str) -> NoReturn:
 
 def parse_completion(body: object, model: ServedModel, arrival_s: float) -> Generation:
     """A body of /v1/completions. Raises RequestError, its subclasses included."""
-    fields = validate_completion(body)
+    fields = validate_completion(body).completed(model.generation.sampling)
     name = model.resolve(fields.model)
     num_candidates = _num_candidates(fields)
     _check_num_choices(fields, num_candidates, model)
@@ -114,17 +114,19 @@ def parse_completion(body: object, model: ServedModel, arrival_s: float) -> Gene
 
 def parse_chat(body: object, model: ServedModel, arrival_s: float) -> Generation:
     """A body of /v1/chat/completions. Raises RequestError, its subclasses included."""
-    fields = validate_chat(body)
+    fields = validate_chat(body).completed(model.generation.sampling)
     name = model.resolve(fields.model)
     param = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    offer = offer_of(fields, model.speech)
+    speech = model.speech_for(fields)
+    offer = offer_of(fields, speech)
     room = max(1, model.max_model_len - (asked or 1))
     prompt = chat_prompt(fields, model, room, template_tools(fields, offer))
-    limit = max_tokens(model, len(prompt.ids), asked, model.max_model_len, "messages", param)
+    default = model.generation.max_tokens or model.max_model_len
+    limit = max_tokens(model, len(prompt.ids), asked, default, "messages", param)
     generation = _generation("chat", "chatcmpl", name, fields, [prompt], [limit], fields.n, model, arrival_s)
-    reading = reading_of(offer, model.speech, model.tokenizer, prompt.ids)
-    shown_ids = model.speech.shown_ids(calls=bool(offer.functions))
+    reading = reading_of(offer, speech, model.tokenizer, prompt.ids)
+    shown_ids = speech.shown_ids(calls=bool(offer.functions))
     requests = generation.requests
     if shown_ids:
         requests = tuple(
@@ -133,7 +135,7 @@ def parse_chat(body: object, model: ServedModel, arrival_s: float) -> Generation
     return replace(
         generation,
         requests=requests,
-        grammar=chat_grammar(answer_spec(fields), offer, model.speech, reading),
+        grammar=chat_grammar(answer_spec(fields), offer, speech, reading),
         reading=reading,
     )
 

@@ -16,7 +16,7 @@ from jaxserve.server.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, C
 from jaxserve.server.schema.body import Body
 from jaxserve.server.schema.embeddings import REFUSED_EMBEDDINGS, EmbeddingsBody
 from jaxserve.server.schema.responses import REFUSED_RESPONSES, ResponsesBody
-from jaxserve.server.schema.tokens import REFUSED_TOKENIZE, DetokenizeBody, TokenizeBody
+from jaxserve.server.schema.tokens import DetokenizeBody, TokenizeBody
 
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _REF = "#/components/schemas/{model}"
@@ -63,7 +63,7 @@ ROUTES = (
     Route("post", "/v1/embeddings", "Texts as vectors.", answers.EmbeddingsAnswer, _ENGINE_ERRORS,
           EmbeddingsBody, REFUSED_EMBEDDINGS),
     Route("post", "/v1/tokenize", "The ids of a text or a chat.", answers.TokenizeAnswer, _TEXT_ERRORS,
-          TokenizeBody, REFUSED_TOKENIZE),
+          TokenizeBody),
     Route("post", "/v1/detokenize", "The text of ids.", answers.DetokenizeAnswer, _TEXT_ERRORS,
           DetokenizeBody),
     Route("get", "/v1/tokenizer_info", "What the tokenizer is.", answers.TokenizerInfoAnswer, _GET_ERRORS),

@@ -11,6 +11,7 @@ from jaxserve.server.schema import ChatBody, CompletionBody, GenerationBody, Mes
 from jaxserve.server.served import ServedModel
 from jaxserve.tokenizer.chat import encode_chat
 from jaxserve.tokenizer.infill import Infill
+from jaxserve.tools.formats import ToolFormat
 from jaxserve.tools.prompting import template_call, template_id, without_tools
 
 
@@ -39,12 +40,13 @@ def chat_prompt(
         check_text_fits([message.content for message in fields.messages], "messages", model)
     if fields.continue_final_message:
         _check_continuable(fields)
-    if model.chat_template is not None:
-        _check_variables(fields.chat_template_kwargs, model.chat_template.variables)
+    template = model.template_for(fields)
+    if template is not None:
+        _check_variables(fields.chat_template_kwargs, template.variables)
     bos = model.tokenizer.bos_id
-    messages = _template_messages(fields.messages, model)
+    messages = _template_messages(fields.messages, model.speech_for(fields).tool_format)
     variables = dict(fields.chat_template_kwargs)
-    if model.chat_template is not None and not model.chat_template.takes_tools:
+    if template is not None and not template.takes_tools:
         if tools or any(message.tool_calls or message.role == "tool" for message in fields.messages):
             messages = without_tools(messages, tools)
     elif tools:
@@ -52,7 +54,7 @@ def chat_prompt(
     try:
         ids = encode_chat(
             model.tokenizer,
-            model.chat_template,
+            template,
             messages,
             add_generation_prompt=fields.add_generation_prompt and not fields.continue_final_message,
             continue_final_message=fields.continue_final_message,
@@ -136,9 +138,8 @@ def _infill(fields: CompletionBody, model: ServedModel) -> Infill:
     return model.infill
 
 
-def _template_messages(messages: list[Message], model: ServedModel) -> list[dict[str, Any]]:
+def _template_messages(messages: list[Message], kind: ToolFormat | None) -> list[dict[str, Any]]:
     dicts: list[dict[str, Any]] = []
-    kind = model.speech.tool_format
     for i, message in enumerate(messages):
         _check_roles(message, i)
         # "developer" is OpenAI's newer name of "system"; templates know the older one.

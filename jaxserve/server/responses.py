@@ -57,7 +57,7 @@ class Asked:
 
 def parse_responses(body: object, model: ServedModel, arrival_s: float) -> Asked:
     """Raises RequestError, its subclasses included; it names fields of this route."""
-    fields = validate_responses(body)
+    fields = validate_responses(body).completed(model.generation.sampling)
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
     chat = {name: getattr(fields, name) for name in _PASSED_ON if name in fields.model_fields_set}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import jaxserve
-from jaxserve.errors import ModelNotFoundError
+from jaxserve.errors import ModelNotFoundError, RequestError
 from jaxserve.grammar.compiler import GrammarCompiler
+from jaxserve.server.schema import ChatBody, shown
 from jaxserve.server.tooling import Speech, speech_of
 from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate
+from jaxserve.tokenizer.generation import GenerationDefaults
 from jaxserve.tokenizer.infill import Infill, find_infill
 
 
@@ -28,6 +30,7 @@ class ServedModel:
     vocab_size: int
     created: int  # Unix seconds
     chat_template: ChatTemplate | None = None
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -61,9 +64,40 @@ class ServedModel:
         return find_infill(self.tokenizer)
 
     @cached_property
-    def speech(self) -> Speech:
-        """How the model writes calls and reasoning. Raises ConfigError, so look at it before serving."""
-        return speech_of(self.tokenizer, self.chat_template, self.tool_call_parser, self.reasoning_parser)
+    def speeches(self) -> dict[ChatTemplate | None, Speech]:
+        """How the model writes calls and reasoning, by the chat template that it is asked with.
+
+        Raises ConfigError, so look at it before serving.
+        """
+        parsers: dict[ChatTemplate | None, str] = {None: self.tool_call_parser}
+        if self.chat_template is not None:
+            # What the user says of calls is of the template that is used with tools.
+            parsers = dict.fromkeys(self.chat_template.named.values(), "auto")
+            parsers[self.chat_template.pick(tools=True)] = self.tool_call_parser
+        return {
+            template: speech_of(self.tokenizer, template, parser, self.reasoning_parser)
+            for template, parser in parsers.items()
+        }
+
+    def template_for(self, fields: ChatBody) -> ChatTemplate | None:
+        """The chat template of this request; None for a base model. Raises RequestError for another name."""
+        if self.chat_template is None:
+            return None
+        try:
+            tools = bool(fields.tools) and fields.tool_choice != "none"
+            return self.chat_template.pick(fields.chat_template, tools=tools)
+        except KeyError:
+            raise RequestError(
+                f"'chat_template' is {shown(fields.chat_template)}, which is not supported: a request may "
+                f"name one of the model's own templates ({', '.join(self.chat_template.named)[:300]}). "
+                "Another one is the server's to choose, with --chat-template.",
+                param="chat_template",
+                code="unsupported_parameter",
+            ) from None
+
+    def speech_for(self, fields: ChatBody) -> Speech:
+        """How the model writes in the answer to this request. Raises as `template_for` does."""
+        return self.speeches[self.template_for(fields)]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

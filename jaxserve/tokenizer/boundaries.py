@@ -22,6 +22,7 @@ END_TEXTS = (
     "_<EOT>",
     "<|end_of_text|>",
     "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
 )
 
 

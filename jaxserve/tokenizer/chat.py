@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jaxserve.errors import RequestError, TokenizerError
 from jaxserve.tokenizer import sandbox
 from jaxserve.tokenizer.base import Tokenizer
+from jaxserve.tokenizer.template_files import DEFAULT, TOOL_USE
 
 _OURS = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token"))
 
@@ -19,18 +20,42 @@ _OURS = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token"
 class ChatTemplate:
     """A model's jinja2 chat template, compiled once in a sandbox. Safe to use from several threads.
 
-    Raises TokenizerError if the template has a syntax error or wants what a template has no need for.
+    `others` are the sources of further templates of the model, by name. Raises TokenizerError if a template
+    has a syntax error or wants what a template has no need for.
     """
 
-    def __init__(self, source: str, *, bos_token: str, eos_token: str):
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str,
+        eos_token: str,
+        others: Mapping[str, str] | None = None,
+        name: str = DEFAULT,
+    ):
         self.source = source
+        self.name = name
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        what = "chat template" if name == DEFAULT else f"chat template {name!r}"
         try:
             self._template = sandbox.compile_template(source)
         except TemplateSyntaxError as error:
-            raise TokenizerError(f"chat template, line {error.lineno}: {error.message}") from error
+            raise TokenizerError(f"{what}, line {error.lineno}: {error.message}") from error
         except (TemplateError, RecursionError) as error:
-            raise TokenizerError(f"chat template: {error}") from error
+            raise TokenizerError(f"{what}: {error}") from error
+        self.named: dict[str, ChatTemplate] = {name: self} | {
+            other: ChatTemplate(text, bos_token=bos_token, eos_token=eos_token, name=other)
+            for other, text in (others or {}).items()
+        }
+
+    def pick(self, name: str | None = None, *, tools: bool) -> ChatTemplate:
+        """The one called `name`; without a name, `tool_use` where there are tools to tell of, else this one.
+
+        Raises KeyError for a name that no template has.
+        """
+        if name is None:
+            name = TOOL_USE if tools and TOOL_USE in self.named else self.name
+        return self.named[name]
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -80,10 +105,13 @@ class ChatTemplate:
             ) from error
 
 
-def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
+def chat_template(
+    tokenizer: Tokenizer, source: str, others: Mapping[str, str] | None = None
+) -> ChatTemplate:
     """The template with this tokenizer's BOS and EOS texts; empty for a token the model doesn't have."""
     return ChatTemplate(
         source,
+        others=others,
         bos_token="" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
         eos_token="" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
     )

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import TokenizerError
 from jaxserve.tokenizer.boundaries import make_boundaries
 from jaxserve.tokenizer.bpe import BpeTokenizer, adds_itself, read_tokenizer_json
-from jaxserve.tokenizer.sentencepiece import SentencePieceTokenizer, add_tokens, read_model
+from jaxserve.tokenizer.hf_special import (
+    CONFIG,
+    MAP,
+    SpecialTokens,
+    added_tokens,
+    special_tokens,
+    with_special,
+)
+from jaxserve.tokenizer.sentencepiece import SentencePieceTokenizer, add_tokens, mark_control, read_model
 from jaxserve.tokenizer.table import Boundaries, TableTokenizer
 
-CONFIG = "tokenizer_config.json"
 EXACT = "boundaries"  # our own key in CONFIG: all ids, so that nothing is guessed again
 
 
@@ -25,10 +33,11 @@ def tokenizer_from_folder(path: Path) -> TableTokenizer:
             f"{path / CONFIG}: add_eos_token is true, but a prompt that ends with EOS can't be continued; "
             f"set it to false"
         )
+    special = special_tokens(path, config, read_json(path / MAP))
     if (path / "tokenizer.json").exists():
-        return _from_json(path, config)
+        return _from_json(path, config, special)
     if (path / "tokenizer.model").exists():
-        return _from_model(path, config)
+        return _from_model(path, config, special)
     raise TokenizerError(f"{path} has neither tokenizer.json nor tokenizer.model")
 
 
@@ -62,8 +71,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _from_json(path: Path, config: Mapping[str, Any]) -> TableTokenizer:
+def _from_json(path: Path, config: Mapping[str, Any], named: SpecialTokens) -> TableTokenizer:
     tokenizer = read_tokenizer_json(path / "tokenizer.json")
+    if EXACT not in config:
+        tokenizer = with_special(tokenizer, added_tokens(path, config), named.texts, path)
     before, after = adds_itself(tokenizer)
     if after and EXACT not in config and config.get("add_eos_token") is None:
         texts = [tokenizer.id_to_token(i) for i in after]
@@ -73,24 +84,27 @@ def _from_json(path: Path, config: Mapping[str, Any]) -> TableTokenizer:
         )
 
     def boundaries(ids_by_text: Mapping[str, int], special: frozenset[int]) -> Boundaries:
-        return _boundaries(path, config, ids_by_text, special, before[:1])
+        return _boundaries(path, config, named, ids_by_text, special, before[:1])
 
     return BpeTokenizer(tokenizer, boundaries)
 
 
-def _from_model(path: Path, config: Mapping[str, Any]) -> TableTokenizer:
+def _from_model(path: Path, config: Mapping[str, Any], named: SpecialTokens) -> TableTokenizer:
     model = read_model(path / "tokenizer.model")
-    add_tokens(model, _added_tokens(path, config))
+    added = added_tokens(path, config, read_json(path / "added_tokens.json"))
+    add_tokens(model, {i: (token["content"], token["special"]) for i, token in added.items()})
+    if EXACT not in config:
+        mark_control(model, named.texts)
     if isinstance(config.get("add_prefix_space"), bool):
         model.normalizer_spec.add_dummy_prefix = config["add_prefix_space"]
     texts = [piece.piece for piece in model.pieces]
     spec = model.trainer_spec
     defaults = [texts.index(spec.bos_piece)] if spec.bos_piece in texts else []
-    if "eos_token" not in config and spec.eos_piece in texts:
-        config = {**config, "eos_token": spec.eos_piece}
+    if not named.says_eos and spec.eos_piece in texts:
+        named = replace(named, eos=(spec.eos_piece,))
 
     def boundaries(ids_by_text: Mapping[str, int], special: frozenset[int]) -> Boundaries:
-        return _boundaries(path, config, ids_by_text, special, defaults)
+        return _boundaries(path, config, named, ids_by_text, special, defaults)
 
     return SentencePieceTokenizer(
         model, boundaries, prefix_after_special=config.get("legacy", True) is not False
@@ -100,6 +114,7 @@ def _from_model(path: Path, config: Mapping[str, Any]) -> TableTokenizer:
 def _boundaries(
     path: Path,
     config: Mapping[str, Any],
+    named: SpecialTokens,
     ids_by_text: Mapping[str, int],
     special: frozenset[int],
     bos_added: list[int],  # the id that the vocabulary's own file puts first, if any
@@ -116,11 +131,11 @@ def _boundaries(
         except (KeyError, TypeError) as error:
             raise TokenizerError(f"{path / CONFIG}: {EXACT!r} is incomplete: {error}") from error
     model_configs = [read_json(path / name) for name in ("generation_config.json", "config.json")]
-    bos_id = _token_id(path, config, "bos_token", ids_by_text)
-    if bos_id is None and "bos_token" not in config:
+    bos_id = None if named.bos is None else _token_id(path, "bos_token", named.bos, ids_by_text)
+    if not named.says_bos:
         bos_id = next(iter(bos_added or _ids(path, model_configs, "bos_token_id")), None)
-    eos_id = _token_id(path, config, "eos_token", ids_by_text)
-    eos_ids = [*([] if eos_id is None else [eos_id]), *_ids(path, model_configs, "eos_token_id")]
+    eos_ids = [_token_id(path, "eos_token", text, ids_by_text) for text in named.eos]
+    eos_ids += _ids(path, model_configs, "eos_token_id")
     add_bos = config.get("add_bos_token")
     return make_boundaries(
         ids_by_text,
@@ -132,14 +147,9 @@ def _boundaries(
     )
 
 
-def _token_id(path: Path, config: Mapping[str, Any], key: str, ids_by_text: Mapping[str, int]) -> int | None:
-    """Id of the token that the tokenizer's configuration spells under this key."""
-    value = config.get(key)
-    text = value.get("content") if isinstance(value, dict) else value
-    if text is None:
-        return None
+def _token_id(path: Path, key: str, text: str, ids_by_text: Mapping[str, int]) -> int:
     if text not in ids_by_text:
-        raise TokenizerError(f"{path / CONFIG}: {key} {text!r} is not in the vocabulary")
+        raise TokenizerError(f"{path}: {key} {text!r} is not in the vocabulary")
     return ids_by_text[text]
 
 
@@ -155,14 +165,3 @@ def _ids(path: Path, configs: list[dict[str, Any]], key: str) -> list[int]:
                 raise TokenizerError(f"{path}: {key} is {value!r}; expected an id or a list of ids")
         found += values
     return found
-
-
-def _added_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
-    """Id -> (text, special), from added_tokens.json and, with more to say, the configuration."""
-    added = {i: (text, True) for text, i in read_json(path / "added_tokens.json").items()}
-    try:
-        for token_id, token in config.get("added_tokens_decoder", {}).items():
-            added[int(token_id)] = (token["content"], bool(token.get("special", False)))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{path / CONFIG}: added_tokens_decoder is malformed: {error!r}") from error
-    return added

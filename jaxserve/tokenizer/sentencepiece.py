@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,13 @@ def add_tokens(model: Model, added: Mapping[int, tuple[str, bool]]) -> None:
             continue
         piece.piece = text if special else text.replace(" ", SPACE)
         piece.type = CONTROL if special else USER_DEFINED
+
+
+def mark_control(model: Model, texts: Collection[str]) -> None:
+    """Make control tokens of the pieces that are these texts."""
+    for piece in model.pieces:
+        if piece.piece in texts and piece.type in (NORMAL, USER_DEFINED):
+            piece.type = CONTROL
 
 
 def _check(model: Model) -> None:

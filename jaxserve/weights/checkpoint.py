@@ -2,7 +2,7 @@
 
     jaxserve.json     format version, model config, dtype, parameters, source, files of params/
     params/           an orbax checkpoint: parameter name -> number of the piece -> array
-    ...               tokenizer files and chat_template.jinja
+    ...               tokenizer files, chat templates, generation_config.json
 
 A parameter is cut along axis 0 into pieces of about 32 MiB, which are joined again when it is loaded:
 orbax holds every array that it reads or writes at least once more in memory, and the layers of a model,
@@ -35,7 +35,6 @@ from jaxserve.weights.progress import Progress, watch_folder
 from jaxserve.weights.staging import reserve
 
 PARAMS = "params"
-CHAT_TEMPLATE = "chat_template.jinja"
 PIECE_BYTES = 32 << 20
 CONCURRENT_BYTES = 64 << 20  # that orbax may have in flight between memory and disk, or read in one call
 

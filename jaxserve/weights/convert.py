@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from jaxserve.errors import WeightsError
-from jaxserve.weights.checkpoint import CHAT_TEMPLATE, write_checkpoint
+from jaxserve.weights.checkpoint import write_checkpoint
 from jaxserve.weights.loader import param_dtype
 from jaxserve.weights.manifest import is_checkpoint
 from jaxserve.weights.model_files import CHECKPOINTS, open_model
@@ -26,14 +26,17 @@ def convert(
     overwrite: bool = False,
     checkpoints: Path = CHECKPOINTS,
 ) -> Path:
-    """Write the model `src` (see `open_model`) to the folder `dst`, with tokenizer and chat template.
+    """Write the model `src` (see `open_model`) to the folder `dst`, with all that its files say of text.
 
+    That is the tokenizer, the chat templates and how it wants to be sampled.
     `dst` appears when it is complete, by one rename; an interrupted conversion leaves at most a hidden
     folder beside it, which the next one removes. Host memory stays near the size of the result plus one
     tensor. Raises WeightsError, also when `dst` is there already (unless `overwrite`, which replaces a
     checkpoint but never a folder that is none).
     """
     from jaxserve.tokenizer import load
+    from jaxserve.tokenizer.generation import write_generation
+    from jaxserve.tokenizer.template_files import write_templates
 
     dst = Path(os.path.abspath(dst))
     _check_target(dst, overwrite)
@@ -47,8 +50,8 @@ def convert(
             work.mkdir()
             # The cheap part first: a tokenizer that can't be read fails before the long work.
             load.save(model.load_tokenizer(), work)
-            if (template := model.chat_template()) is not None:
-                (work / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+            write_templates(model.chat_templates(), work)
+            write_generation(model.generation_config(), work)
             params = dict(model.read_params(dtype, progress))
             write_checkpoint(
                 work, params, model.config, dtype=dtype, source=model.path.name, progress=progress

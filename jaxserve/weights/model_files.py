@@ -14,6 +14,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family_for, family_named
 from jaxserve.weights.checkpoint import load_checkpoint_params, read_checkpoint_params
 from jaxserve.weights.gguf import GGUFSource
+from jaxserve.weights.gguf_parts import model_name
 from jaxserve.weights.loader import check_tensors, load_params, read_params
 from jaxserve.weights.manifest import is_checkpoint, read_manifest
 from jaxserve.weights.progress import Progress
@@ -23,6 +24,7 @@ from jaxserve.weights.source import TensorSource
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer.base import Tokenizer
+    from jaxserve.tokenizer.generation import GenerationConfig
 
 CHECKPOINTS = Path("checkpoints")
 
@@ -46,8 +48,12 @@ class ModelFiles(Protocol):
 
     def load_tokenizer(self) -> Tokenizer: ...
 
-    def chat_template(self) -> str | None:
-        """The jinja2 source, or None for a model that has no template."""
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja2 sources by name, the main one as "default"; empty for a model that has no template."""
+        ...
+
+    def generation_config(self) -> GenerationConfig:
+        """How the model's authors want it sampled."""
         ...
 
     def close(self) -> None: ...
@@ -96,7 +102,7 @@ class _Unconverted:
         self.source = source
         self.path = source.path
         self.format: Literal["gguf", "safetensors", "orbax"] = source.format
-        self.name = source.path.stem if source.format == "gguf" else _folder_name(source.path)
+        self.name = model_name(source.path) if source.format == "gguf" else _folder_name(source.path)
         try:
             if isinstance(source, SafetensorsSource):
                 self.source = source = dequantised(source)
@@ -123,12 +129,19 @@ class _Unconverted:
             return load.from_gguf(self.source.metadata)
         return load.from_folder(self.path)
 
-    def chat_template(self) -> str | None:
-        from jaxserve.tokenizer import load
+    def chat_templates(self) -> dict[str, str]:
+        from jaxserve.tokenizer import template_files
 
         if self.format == "gguf":
-            return load.chat_template_from_gguf(self.source.metadata)
-        return load.chat_template_from_folder(self.path)
+            return template_files.templates_from_gguf(self.source.metadata)
+        return template_files.templates_from_folder(self.path)
+
+    def generation_config(self) -> GenerationConfig:
+        from jaxserve.tokenizer import generation
+
+        if self.format == "gguf":
+            return generation.generation_from_gguf(self.source.metadata, str(self.path))
+        return generation.generation_from_folder(self.path)
 
     def close(self) -> None:
         self.source.close()
@@ -165,10 +178,15 @@ class _Converted:
 
         return load.from_folder(self.path)
 
-    def chat_template(self) -> str | None:
-        from jaxserve.tokenizer import load
+    def chat_templates(self) -> dict[str, str]:
+        from jaxserve.tokenizer import template_files
 
-        return load.chat_template_from_folder(self.path)
+        return template_files.templates_from_folder(self.path)
+
+    def generation_config(self) -> GenerationConfig:
+        from jaxserve.tokenizer import generation
+
+        return generation.generation_from_folder(self.path)
 
     def close(self) -> None:
         """Nothing is kept open."""

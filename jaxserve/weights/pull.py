@@ -19,7 +19,7 @@ from jaxserve.weights.staging import require_space, staging_folder, sync
 
 COPY_BYTES = 4 << 20
 PLAIN = r"\w[\w.-]*"  # a name that is no way up or out
-HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "chat_template.jinja")
+HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ def fake_launch(monkeypatch) -> Iterator[types.ModuleType]:
         engine.start()
         return types.SimpleNamespace(
             engine=engine, tokenizer=model.tokenizer, chat_template=model.chat_template, config=CONFIG,
-            model_name="fake-model", vocab_size=model.vocab_size, compilations_after_warmup=lambda: 0,
-            memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
+            generation=model.generation, model_name="fake-model", vocab_size=model.vocab_size,
+            compilations_after_warmup=lambda: 0, memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
         )  # fmt: skip
 
     launch.LaunchOptions, launch.load_engine = LaunchOptions, load_engine  # type: ignore[attr-defined]

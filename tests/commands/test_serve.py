@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from jaxserve import cli
-from jaxserve.commands.serve import example
+from jaxserve.commands.serve import defaults_line, example
 from jaxserve.engine.config import EngineConfig
+from jaxserve.tokenizer.generation import GenerationDefaults
 from tests.server.running import served_model
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
         "--no-enable-prefix-caching --admission reserve "
         "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority --step-timeout 9 "
-        "--decode-steps 4 --deterministic --max-logprobs 0 --pooling mean"
+        "--decode-steps 4 --deterministic --max-logprobs 0 --pooling mean --generation-config none"
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
@@ -46,7 +47,7 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,
         "admission": "reserve", "max_queued_tokens": 900, "queue_timeout": 2.5,
         "scheduling_policy": "priority", "step_timeout": 9, "decode_steps": 4,
-        "deterministic": True, "max_logprobs": 0, "pooling": "mean",
+        "deterministic": True, "max_logprobs": 0, "pooling": "mean", "generation_config": "none",
     }  # fmt: skip
     options = fake_launch.server_options
     assert (options.host, options.port, options.shutdown_timeout_s) == ("0.0.0.0", 0, 7)
@@ -66,6 +67,7 @@ def test_serve_defaults_are_those_of_the_engine(fake_launch, monkeypatch):
     assert options["block_size"] == EngineConfig.page_size
     assert options["enable_prefix_caching"] is EngineConfig.enable_prefix_caching is True
     assert options["admission"] == EngineConfig.admission
+    assert options["generation_config"] == "auto"
     assert options["max_model_len"] is options["kv_cache_memory"] is options["compile_cache"] is None
 
 
@@ -82,8 +84,8 @@ def load_engine(options, *, deliver, progress):
     engine.start()
     return types.SimpleNamespace(
         engine=engine, tokenizer=model.tokenizer, chat_template=model.chat_template, config=CONFIG,
-        model_name="fake-model", vocab_size=model.vocab_size, compilations_after_warmup=lambda: 0,
-        memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
+        generation=model.generation, model_name="fake-model", vocab_size=model.vocab_size,
+        compilations_after_warmup=lambda: 0, memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
     )
 
 launch = types.ModuleType("jaxserve.launch")
@@ -149,6 +151,14 @@ def test_a_port_in_use_is_one_line_and_comes_before_the_model_is_loaded(remote):
     assert done.stderr.startswith("error: ")
     assert f"port {remote.port} is in use" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_defaults_of_sampling_are_said_in_one_line():
+    generation = GenerationDefaults({"temperature": 0.6, "top_k": 20}, 1000, "m/generation_config.json")
+    assert defaults_line(generation) == (
+        "defaults of requests: temperature 0.6, top_k 20, max_tokens 1000 (by m/generation_config.json; "
+        "--generation-config none for none)"
+    )
 
 
 def test_the_example_fits_the_model():

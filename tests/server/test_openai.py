@@ -206,7 +206,7 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "verbosity": "low", "echo": True, "suffix": "x", "logprobs": 1,
     "top_logprobs": 2, "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}],
     "parallel_tool_calls": 1, "function_call": {"name": "x"},
-    "chat_template": "{{ 1 }}", "documents": [{}],
+    "documents": [{}],
     "modalities": ["audio"], "audio": {"voice": "x"},
 }  # fmt: skip
 

@@ -325,7 +325,7 @@ def test_a_model_that_writes_calls_in_an_unknown_format_refuses_tools_until_told
 )  # fmt: skip
 def test_a_parser_that_doesn_t_fit_is_an_error_at_the_start(served):
     with pytest.raises(ConfigError, match="_parser"):
-        _ = served_model(CONFIG, **{"chat_template": with_format("<tool_call>"), **served}).speech
+        _ = served_model(CONFIG, **{"chat_template": with_format("<tool_call>"), **served}).speeches
 
 
 class _Tokenizer(FakeTokenizer):

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.tokenizer import load
 from jaxserve.tokenizer.chat import chat_template, encode_chat
+from jaxserve.tokenizer.template_files import templates_from_gguf
 
 
 def check_golden(tokenizer, golden) -> None:
@@ -38,7 +39,7 @@ def test_every_golden_case_holds_after_saving_to_a_folder_and_loading_it(real, t
 def test_every_golden_conversation_renders_and_encodes_as_the_reference_does(
     smollm2, smollm2_metadata, smollm2_golden
 ):
-    template = chat_template(smollm2, load.chat_template_from_gguf(smollm2_metadata))
+    template = chat_template(smollm2, templates_from_gguf(smollm2_metadata)["default"])
     assert smollm2_golden["chat"]
     for case in smollm2_golden["chat"]:
         assert template.render(case["messages"]) == case["rendered"]
@@ -46,7 +47,7 @@ def test_every_golden_conversation_renders_and_encodes_as_the_reference_does(
 
 
 def test_a_base_model_has_no_chat_template(gemma3_metadata):
-    assert load.chat_template_from_gguf(gemma3_metadata) is None
+    assert templates_from_gguf(gemma3_metadata) == {}
 
 
 def test_the_ends_of_both_models_are_all_known(smollm2, gemma3):

@@ -38,7 +38,7 @@ def test_a_converted_model_is_the_model_it_was_made_from(dtype, tiny_gguf, tmp_p
         assert params[name].dtype == (np.float32 if name.endswith("norm.weight") else dtype)
         assert params[name].sharding == expected[name].sharding
         assert params[name].committed == expected[name].committed
-    assert converted.chat_template() == source.chat_template() != ""
+    assert converted.chat_templates() == source.chat_templates() != {}
     text = "hello <|start|> grüße 🙂"
     one, other = converted.load_tokenizer(), source.load_tokenizer()
     assert one.encode(text) == other.encode(text)
@@ -48,7 +48,25 @@ def test_a_converted_model_is_the_model_it_was_made_from(dtype, tiny_gguf, tmp_p
 def test_a_model_without_a_template_converts_to_one_without(make_gguf, tiny_tensors, tiny_pairs, tmp_path):
     pairs = {k: v for k, v in tiny_pairs.items() if k != "tokenizer.chat_template"}
     convert(make_gguf(tmp_path / "m.gguf", tiny_tensors, pairs), tmp_path / "m")
-    assert open_model(tmp_path / "m").chat_template() is None
+    assert open_model(tmp_path / "m").chat_templates() == {}
+
+
+def test_a_converted_model_keeps_all_templates_and_defaults_of_sampling(
+    make_gguf, tiny_tensors, tiny_pairs, tmp_path
+):
+    more = {
+        "tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"],
+        "general.sampling.temp": 0.6, "general.sampling.top_k": 20,
+    }  # fmt: skip
+    source = make_gguf(tmp_path / "m.gguf", tiny_tensors, tiny_pairs | more)
+    converted = open_model(convert(source, tmp_path / "m"))
+    assert converted.chat_templates() == {
+        "default": tiny_pairs["tokenizer.chat_template"], "tool_use": "{{ tools }}",
+    }  # fmt: skip
+    assert dict(converted.generation_config().defaults().sampling) == {"temperature": 0.6, "top_k": 20}
+    again = open_model(convert(tmp_path / "m", tmp_path / "again"))
+    assert again.chat_templates() == converted.chat_templates()
+    assert again.generation_config().values == converted.generation_config().values
 
 
 def test_progress_reaches_the_total_of_each_part(tiny_gguf, tmp_path):

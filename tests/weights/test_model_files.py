@@ -32,7 +32,7 @@ def test_a_gguf_file_gives_config_parameters_tokenizer_and_template(tiny_gguf):
     )
     tokenizer = model.load_tokenizer()
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
-    assert "messages" in (model.chat_template() or "")
+    assert "messages" in model.chat_templates()["default"]
     model.close()
 
 

@@ -43,6 +43,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
         "add_bos_token": tokenizer.add_bos,
         "model_max_length": model.max_model_len,
         "chat_template": None if model.chat_template is None else model.chat_template.source,
+        "chat_template_names": [] if model.chat_template is None else list(model.chat_template.named),
     })
 
 
@@ -55,7 +56,7 @@ def tokenized(body: object, model: ServedModel) -> dict[str, Any]:
         assert isinstance(body, dict)
         same = {name: body[name] for name in ("messages", *CHAT_FIELDS) if name in body}
         chat = validate_chat(common | same)
-        tools = template_tools(chat, offer_of(chat, model.speech))
+        tools = template_tools(chat, offer_of(chat, model.speech_for(chat)))
         ids = chat_prompt(chat, model, model.max_model_len, tools).ids
     elif fields.prompt:
         completion = validate_completion(common | {"prompt": fields.prompt})

@@ -146,6 +146,7 @@ class TokenizerInfoAnswer(Answer):
     add_bos_token: bool
     model_max_length: int
     chat_template: str | None
+    chat_template_names: list[str]
 
 
 class ModelCard(Answer):
@@ -156,6 +157,7 @@ class ModelCard(Answer):
     root: str
     parent: None
     max_model_len: int
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(Answer):

@@ -28,6 +28,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[Int, Field(ge=0)] | None = None  # with logprobs: how many of the likeliest
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None  # the name of one of the model's own
     chat_template_kwargs: dict[str, Any] = {}
     tools: Tools = []
     tool_choice: ToolChoice | None = None  # absent: "auto" with tools, "none" without
@@ -39,7 +40,6 @@ REFUSED_CHAT = REFUSED | {
     "function_call": ("none", "auto"),
     "best_of": (1,),
     "suffix": ("",),
-    "chat_template": (),  # it would be the client's code
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),

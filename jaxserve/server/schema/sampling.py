@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -22,3 +23,7 @@ class SamplingBody(Body):
     logit_bias: LogitBias = {}
     allowed_token_ids: SomeTokenIds | None = None  # null: all
     bad_words: BadWords = []
+
+    def completed(self, defaults: Mapping[str, float]) -> Self:
+        """With the model's own defaults for fields that the client left out."""
+        return self.model_copy(update={k: v for k, v in defaults.items() if k not in self.model_fields_set})

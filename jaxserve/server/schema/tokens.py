@@ -12,8 +12,9 @@ from jaxserve.server.schema.chat import Message
 from jaxserve.server.schema.fields import TokenId
 from jaxserve.server.schema.tools import Tools
 
-REFUSED_TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
-CHAT_FIELDS = frozenset(("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"))
+CHAT_FIELDS = frozenset(
+    ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
+)
 
 
 class TokenizeBody(Body):
@@ -27,6 +28,7 @@ class TokenizeBody(Body):
     # With `messages`, as in a chat.
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     tools: Tools = []
 
@@ -38,7 +40,7 @@ class DetokenizeBody(Body):
 
 def validate_tokenize(body: object) -> TokenizeBody:
     """Raises RequestError that names the field."""
-    fields = validate(TokenizeBody, object_of(body), REFUSED_TOKENIZE)
+    fields = validate(TokenizeBody, object_of(body), {})
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError(
             "Send either 'prompt' or 'messages'"
