@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxserve.models import standard
@@ -117,16 +119,14 @@ def rules(format: str, config: ModelConfig) -> list[WeightRule]:
         )  # fmt: skip
         out.append(stack_layers(f"layers.{param}", L, [part]))
 
-    def heads(param: str, cut: slice, size: int) -> None:
-        """One half of what makes keys and values of latents."""
-        parts = tuple(
-            Part(
-                f"model.layers.{i}.self_attn.kv_b_proj.weight", (N * (nope + value), rank),
-                lambda w: w.reshape(N, nope + value, rank)[:, cut].reshape(-1, rank), made=(N * size, rank),
-            )
-            for i in range(L)
-        )  # fmt: skip
-        out.append(WeightRule(f"layers.attention.{param}", (L, N, size, rank), parts))
+    def heads(param: str, shape: tuple[int, int], pick: standard.Transform) -> None:
+        """One half of what makes keys and values of latents: a matrix for each head."""
+        name = "model.layers.{}.self_attn.kv_b_proj.weight"
+        part = Part(
+            name, (N * (nope + value), rank), lambda w: pick(w.reshape(N, nope + value, rank)), (N, *shape)
+        )
+        parts = tuple(replace(part, name=name.format(i)) for i in range(L))
+        out.append(WeightRule(f"layers.attention.{param}", (L, N, *shape), parts))
 
     def experts(param: str, name: str, rows: int, columns: int) -> None:
         parts = tuple(
@@ -150,8 +150,8 @@ def rules(format: str, config: ModelConfig) -> list[WeightRule]:
     turned("attention.q.weight", f"self_attn.{q}.weight", N * (nope + rope), latent.query_rank or H, N, nope)
     turned("attention.kv_down.weight", "self_attn.kv_a_proj_with_mqa.weight", rank + rope, H, 1, rank)
     stack("attention.kv_norm.weight", ("self_attn.kv_a_layernorm.weight", (rank,)))
-    heads("key_up", slice(0, nope), nope)
-    heads("value_up", slice(nope, None), value)
+    heads("key_up", (rank, nope), lambda w: w[:, :nope].swapaxes(1, 2))  # queries go to latents by it
+    heads("value_up", (value, rank), lambda w: w[:, nope:])
     stack("attention.out.weight", ("self_attn.o_proj.weight", (H, N * value)))
     stack("mlp_norm.weight", ("post_attention_layernorm.weight", (H,)))
     if k:

@@ -44,10 +44,12 @@ class LatentAttention(nnx.Module):
         self.q = Linear((L, N * (nope + rope), H if q_rank is None else q_rank), axes, dtype)
         self.kv_down = Linear((L, rank + rope, H), ("layers", "latent", "embed"), dtype)
         self.kv_norm = Norm((L, rank), LATENT_EPS)
-        heads = lambda size: nnx.Param(
-            jnp.zeros((L, N, size, rank), dtype), logical_axes=("layers", "heads", "head", "latent")
+        # [out, in] as of a dense layer: XLA's CPU backend lacks some bfloat16 products of the other order.
+        heads = lambda *shape, axes: nnx.Param(
+            jnp.zeros(shape, dtype), logical_axes=("layers", "heads", *axes)
         )
-        self.key_up, self.value_up = heads(nope), heads(value)
+        self.key_up = heads(L, N, rank, nope, axes=("latent", "head"))
+        self.value_up = heads(L, N, value, rank, axes=("head", "latent"))
         self.out = Linear((L, H, N * value), ("layers", "embed", "heads"), dtype)
 
     def __call__(
@@ -63,7 +65,7 @@ class LatentAttention(nnx.Module):
             low = self.q_norm(self.q_down(x, backend, layer), layer).astype(x.dtype)
         q = self.q(low, backend, layer).reshape(B, Q, self.config.num_heads, -1)
         key_up, value_up = self.key_up[...][layer], self.value_up[...][layer]
-        asked = jnp.einsum("bqnd,ndr->bqnr", q[..., :nope], key_up, preferred_element_type=jnp.float32)
+        asked = jnp.einsum("bqnd,nrd->bqnr", q[..., :nope], key_up, preferred_element_type=jnp.float32)
         q = jnp.concatenate([asked.astype(x.dtype), apply_rope(q[..., nope:], angles)], axis=-1)
 
         down = self.kv_down(x, backend, layer)[:, :, None]  # [B, Q, 1, rank + rope_dim]

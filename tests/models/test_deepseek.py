@@ -41,14 +41,17 @@ def read(case: dict[str, Any], **changes: Any) -> ModelConfig:
     return family_for(source).config(source)
 
 
-def test_the_engine_answers_as_transformers_does_on_the_backend_that_auto_takes(tmp_path):
-    config, params = load(written(V3, tmp_path / "model"))
+@pytest.mark.parametrize(("dtype", "same"), [("float32", 12), ("bfloat16", 1)])
+def test_the_engine_answers_as_transformers_does_on_the_backend_that_auto_takes(dtype, same, tmp_path):
+    """In bfloat16 a later token of such a model may be another: the second best is close."""
+    files = open_model(written(V2, tmp_path / "model"))
+    config = files.config
     backend = choose(head_dim=config.head_dim, features=config.attention_features)
-    runner = ModelRunner(config, params, SERVED, backend, dtype="float32")
-    runs = list(V3["runs"].values())
-    greedy = [SamplingParams(len(run["ids"]), temperature=0.0) for run in runs]
-    jobs = [Job(tuple(run["prompt"]), params, turn) for turn, (run, params) in enumerate(zip(runs, greedy))]
-    assert serve(SERVED, runner, jobs) == [run["ids"] for run in runs]
+    runner = ModelRunner(config, files.load_params(dtype), SERVED, backend, dtype=dtype)
+    runs = list(V2["runs"].values())
+    greedy = SamplingParams(len(runs[0]["ids"]), temperature=0.0)
+    jobs = [Job(tuple(run["prompt"]), greedy, turn) for turn, run in enumerate(runs)]
+    assert [ids[:same] for ids in serve(SERVED, runner, jobs)] == [run["ids"][:same] for run in runs]
 
 
 def test_native_attention_reads_latents_as_the_reference_does(tmp_path):
