@@ -57,7 +57,9 @@ def test_tokenizer_json_encodes_and_decodes_as_the_package_does(make, tmp_path):
     ours = load.from_folder(folder_of(tmp_path, theirs))
     assert ours.vocab_size == theirs.get_vocab_size(with_added_tokens=True)
     ids_of_text = st.builds(lambda text: theirs.encode(text, add_special_tokens=False).ids, TEXT)
-    any_ids = st.lists(st.integers(0, ours.vocab_size - 1), max_size=20)
+    # The package decodes an added token by the letters of bytes, so one with an é comes out broken.
+    right_there = [i for i in range(ours.vocab_size) if ours.token_text(i) != "<|é|>"]
+    any_ids = st.lists(st.sampled_from(right_there), max_size=20)
 
     @given(TEXT, ids_of_text | any_ids)
     def check(text, ids):
