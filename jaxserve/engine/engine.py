@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DIVERGED = "the answer could not be repeated after a preemption: the device is not deterministic"
 NO_DIRECTION = "the prompt has no embedding: its hidden states are not finite, or all zero"
-NO_FIGURES: dict[str, Any] = {}  # one for all: most rows have none
+NO_FIGURES: Mapping[str, Any] = MappingProxyType({})  # one for all: most rows have none
 GRACE_S = 10.0  # how long past a deadline the engine thread may be held up by the device
 
 
@@ -349,10 +350,10 @@ class Engine:
                 continue
             self._events.append(token_event(seq, now, token_id, text, figures))
 
-    def _end_prompt(self, live: _Live, now: float, figures: dict[str, Any]) -> None:
+    def _end_prompt(self, live: _Live, now: float, figures: Mapping[str, Any]) -> None:
         """The end of a request of which only the prompt was to be computed."""
         if live.seq.pooled is not None:
-            figures["embedding"] = unit_vector(live.seq.pooled)
+            figures = {**figures, "embedding": unit_vector(live.seq.pooled)}
             if figures["embedding"] is None:
                 self._end(live, "error", now, error=NO_DIRECTION)
                 return
