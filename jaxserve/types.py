@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -184,8 +186,7 @@ class MemoryUse:
     num_full_requests: int  # requests of `max_model_len` tokens that the pool holds at a time
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):  # one is made in every turn: see Event
     """A consistent snapshot of the engine, cheap to take from any thread."""
 
     num_running: int = 0
@@ -200,7 +201,7 @@ class EngineStats:
     num_pages_cached: int = 0  # of the free ones, those that a prompt may find again
     num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache, in all
     num_hit_tokens: int = 0  # those of them that were found
-    num_steps: dict[str, int] = field(default_factory=dict)  # by kind: "prefill", "decode"
+    num_steps: Mapping[str, int] = MappingProxyType({})  # by kind: "prefill", "decode"
     num_slow_steps: int = 0  # turns that took longer than step_timeout_s, in all
     num_faults: int = 0  # times that slots or pages were missing when nobody was left
     host_time_s: float = 0.0  # engine thread busy outside of waiting for the device

@@ -6,8 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,16 +32,7 @@ logger = logging.getLogger(__name__)
 
 DIVERGED = "the answer could not be repeated after a preemption: the device is not deterministic"
 NO_DIRECTION = "the prompt has no embedding: its hidden states are not finite, or all zero"
-NO_FIGURES: Mapping[str, Any] = MappingProxyType({})  # one for all: most rows have none
 GRACE_S = 10.0  # how long past a deadline the engine thread may be held up by the device
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """A request that has not ended."""
-
-    seq: Sequence
-    output: OutputProcessor
 
 
 class Engine:
@@ -84,7 +73,7 @@ class Engine:
         self._watchdog = Watchdog(config.step_timeout_s, lambda: self._turn_began_s)
         # From here on owned by the engine thread.
         self._scheduler = Scheduler(config, self._eos_ids)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Sequence] = {}  # requests that have not ended
         self._whole_texts: dict[int, str] = {}  # of tokens, for all detokenizers
         self._deadlines = Deadlines(config.queue_timeout_s)
         self._throughput = Throughput()
@@ -122,8 +111,7 @@ class Engine:
         self._intake.abort(request_id)
 
     def stats(self) -> EngineStats:
-        return replace(
-            self._intake.stats(),
+        return self._intake.stats()._replace(
             num_slow_steps=self._watchdog.num_slow,
             host_times=self._host_times.snapshot(),
             device_times=self._device_times.snapshot(),
@@ -275,12 +263,12 @@ class Engine:
         for command in commands:
             if isinstance(command, Request):
                 self._begin(command, now)
-            elif (live := self._live.get(command.request_id)) is not None:
-                self._abort(live, now)
+            elif (seq := self._live.get(command.request_id)) is not None:
+                self._abort(seq, now)
         if expired:
             self._num_aborted_by_drain += len(self._live)
-            for live in list(self._live.values()):
-                self._abort(live, now)
+            for seq in list(self._live.values()):
+                self._abort(seq, now)
         return bool(commands)
 
     def _expire(self, now: float) -> None:
@@ -288,10 +276,10 @@ class Engine:
         if not self._live:
             self._deadlines.clear()
         for request_id, arrival_s, is_queue in self._deadlines.passed(now):
-            live = self._live.get(request_id)
-            if live is None or live.seq.request.arrival_s != arrival_s:
+            seq = self._live.get(request_id)
+            if seq is None or seq.request.arrival_s != arrival_s:
                 continue
-            seq, waited = live.seq, f"{now - arrival_s:.3g} s"
+            waited = f"{now - arrival_s:.3g} s"
             if not is_queue:
                 state = f"after {len(seq.output_ids)} tokens" if seq.admitted_s else "still in the queue"
                 error = f"the request's timeout of {seq.request.timeout_s:g} s has passed, {state}"
@@ -300,7 +288,7 @@ class Engine:
                 error = f"the request has waited {waited} for its turn, the server's limit is {limit_s:g} s"
             else:
                 continue
-            self._end(live, "timeout", now, error=error)
+            self._end(seq, "timeout", now, error=error)
 
     def _begin(self, request: Request, now: float) -> None:
         try:
@@ -312,71 +300,90 @@ class Engine:
             self._ended_ids.append(request.request_id)
             self._events.append(last_event(request, None, "error", now, error=_describe(error)))
             return
-        self._live[request.request_id] = _Live(self._scheduler.add(request), output)
+        self._live[request.request_id] = seq = self._scheduler.add(request)
+        seq.output = output
         self._deadlines.add(request)
 
     def _answer(self, sampled: Iterable[tuple[Sequence, int]], now: float) -> None:
         """Turn sampled ids into events. What goes wrong with one request's text ends that request only."""
         for seq, token_id in sampled:
-            live = self._live[seq.request.request_id]
-            if seq.has_diverged:
-                logger.error("request %s got other ids after a preemption", seq.request.request_id)
-                self._end(live, "error", now, error=DIVERGED)
-                continue
-            figures = figures_of(seq) if seq.tells_logprobs else NO_FIGURES
-            if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
-                self._end_prompt(live, now, figures)
-                continue
-            try:
-                text, finish_reason, stop_reason = live.output.add(token_id)
-                if seq.request.grammar is not None:
-                    self._grammars.check(seq)
-                    # Nothing but an end could follow?
-                    if finish_reason != "stop" and self._grammars.is_complete(seq):
-                        text, finish_reason = text + live.output.flush(), "stop"
-            except GrammarLimitError as error:
-                logger.info("request %s can't go on: %s", seq.request.request_id, error)
-                self._end(live, "grammar", now, token_ids=(token_id,), error=str(error))
-                continue
-            except Exception as error:
-                logger.exception("request %s can't go on", seq.request.request_id)
-                self._end(live, "error", now, token_ids=(token_id,), error=_describe(error))
-                continue
-            if finish_reason is not None:
-                self._end(
-                    live, finish_reason, now,
-                    token_ids=(token_id,), text=text, stop_reason=stop_reason, **figures,
-                )  # fmt: skip
-                continue
-            self._events.append(token_event(seq, now, token_id, text, figures))
+            if seq.is_simple and not seq.has_diverged:  # most ids, in few instructions
+                try:
+                    text, finish_reason, stop_reason = seq.output.add(token_id)
+                except Exception as error:
+                    self._fail(seq, token_id, now, error)
+                    continue
+                if finish_reason is None:
+                    self._events.append(token_event(seq, now, token_id, text))
+                else:
+                    self._end(
+                        seq, finish_reason, now, token_ids=(token_id,), text=text, stop_reason=stop_reason
+                    )
+            else:
+                self._answer_in_full(seq, token_id, now)
 
-    def _end_prompt(self, live: _Live, now: float, figures: Mapping[str, Any]) -> None:
-        """The end of a request of which only the prompt was to be computed."""
-        if live.seq.pooled is not None:
-            figures = {**figures, "embedding": unit_vector(live.seq.pooled)}
-            if figures["embedding"] is None:
-                self._end(live, "error", now, error=NO_DIRECTION)
-                return
-        self._end(live, "length", now, **figures)
-
-    def _abort(self, live: _Live, now: float) -> None:
+    def _answer_in_full(self, seq: Sequence, token_id: int, now: float) -> None:
+        """As `_answer`, of one id, for what only few requests ask."""
+        if seq.has_diverged:
+            logger.error("request %s got other ids after a preemption", seq.request.request_id)
+            self._end(seq, "error", now, error=DIVERGED)
+            return
+        figures = figures_of(seq) if seq.tells_logprobs else {}
+        if not seq.request.params.max_tokens:  # the prompt is computed, and the id is no answer
+            self._end_prompt(seq, now, figures)
+            return
         try:
-            text = live.output.flush()
+            text, finish_reason, stop_reason = seq.output.add(token_id)
+            if seq.request.grammar is not None:
+                self._grammars.check(seq)
+                # Nothing but an end could follow?
+                if finish_reason != "stop" and self._grammars.is_complete(seq):
+                    text, finish_reason = text + seq.output.flush(), "stop"
+        except GrammarLimitError as error:
+            logger.info("request %s can't go on: %s", seq.request.request_id, error)
+            self._end(seq, "grammar", now, token_ids=(token_id,), error=str(error))
         except Exception as error:
-            logger.exception("request %s can't be aborted in order", live.seq.request.request_id)
-            self._end(live, "error", now, error=_describe(error))
+            self._fail(seq, token_id, now, error)
         else:
-            self._end(live, "abort", now, text=text)
+            if finish_reason is None:
+                self._events.append(token_event(seq, now, token_id, text, **figures))
+                return
+            self._end(
+                seq, finish_reason, now, token_ids=(token_id,), text=text, stop_reason=stop_reason, **figures
+            )
 
-    def _end(self, live: _Live, reason: FinishReason, now: float, **details: Any) -> None:
-        self._scheduler.finish(live.seq)
-        if reason in ("stop", "length") and live.seq.request.params.max_tokens:
-            self._scheduler.observe_output(len(live.seq.output_ids))
-        request = live.seq.request
+    def _fail(self, seq: Sequence, token_id: int, now: float, error: Exception) -> None:
+        """What this id brought can't be told; called where `error` is handled."""
+        logger.exception("request %s can't go on", seq.request.request_id)
+        self._end(seq, "error", now, token_ids=(token_id,), error=_describe(error))
+
+    def _end_prompt(self, seq: Sequence, now: float, figures: Mapping[str, Any]) -> None:
+        """The end of a request of which only the prompt was to be computed."""
+        if seq.pooled is not None:
+            figures = {**figures, "embedding": unit_vector(seq.pooled)}
+            if figures["embedding"] is None:
+                self._end(seq, "error", now, error=NO_DIRECTION)
+                return
+        self._end(seq, "length", now, **figures)
+
+    def _abort(self, seq: Sequence, now: float) -> None:
+        try:
+            text = seq.output.flush()
+        except Exception as error:
+            logger.exception("request %s can't be aborted in order", seq.request.request_id)
+            self._end(seq, "error", now, error=_describe(error))
+        else:
+            self._end(seq, "abort", now, text=text)
+
+    def _end(self, seq: Sequence, reason: FinishReason, now: float, **details: Any) -> None:
+        self._scheduler.finish(seq)
+        if reason in ("stop", "length") and seq.request.params.max_tokens:
+            self._scheduler.observe_output(len(seq.output_ids))
+        request = seq.request
         del self._live[request.request_id]
         self._grammars.drop(request.request_id)
         self._ended_ids.append(request.request_id)
-        self._events.append(last_event(request, live.seq, reason, now, **details))
+        self._events.append(last_event(request, seq, reason, now, **details))
 
     def _publish(self) -> None:
         """Show this turn's figures before its events: who has seen the last event sees a free slot."""
@@ -417,8 +424,7 @@ class Engine:
         now = time.monotonic()
         events, self._events = self._events, []
         for request in self._intake.close(reason, self._ended_ids):
-            live = self._live.get(request.request_id)
-            seq = None if live is None else live.seq
+            seq = self._live.get(request.request_id)
             events.append(last_event(request, seq, "error", now, error=f"the engine failed: {reason}"))
         self._live.clear()
         self._grammars.clear()

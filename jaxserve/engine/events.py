@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.types import Event, FinishReason, Request, Timeline, TokenLogprobs
 
 
-def token_event(seq: Sequence, now: float, token_id: int, text: str, figures: Mapping[str, Any]) -> Event:
+def token_event(seq: Sequence, now: float, token_id: int, text: str, **figures: Any) -> Event:
     """One more token of a request that goes on; `figures` are those of `figures_of`."""
     return Event(
         seq.request.request_id, now, (token_id,), text, None, None, None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -103,8 +103,7 @@ class Intake:
 
     def stats(self) -> EngineStats:
         with self._changed:
-            return replace(
-                self._stats,
+            return self._stats._replace(
                 num_waiting=self._stats.num_waiting + self._num_arriving,
                 num_queued_tokens=self._stats.num_queued_tokens + self._num_arriving_tokens,
                 state=self._state,
@@ -163,8 +162,7 @@ class Intake:
             if self._num_arriving:
                 # Until the scheduler reports them they count as waiting: none is missed or counted twice.
                 stats = self._stats
-                self._stats = replace(
-                    stats,
+                self._stats = stats._replace(
                     num_waiting=stats.num_waiting + self._num_arriving,
                     num_queued_tokens=stats.num_queued_tokens + self._num_arriving_tokens,
                 )
@@ -197,8 +195,8 @@ class Intake:
             self._requests.clear()
             self._commands.clear()
             self._num_arriving = self._num_arriving_tokens = 0
-            self._stats = replace(
-                self._stats, num_running=0, num_waiting=0, num_queued_tokens=0, num_pages_used=0
+            self._stats = self._stats._replace(
+                num_running=0, num_waiting=0, num_queued_tokens=0, num_pages_used=0
             )
             self._changed.notify_all()
             return left

@@ -6,6 +6,7 @@ from enum import Enum
 
 import numpy as np
 
+from jaxserve.engine.output import OutputProcessor
 from jaxserve.engine.prefix import Chain
 from jaxserve.types import Pooling, Request, TokenLogprobs
 
@@ -42,6 +43,7 @@ class Sequence:
         "first_token_s",
         "has_diverged",
         "is_plain",
+        "is_simple",
         "last_logprobs",
         "last_token_s",
         "max_outputs",
@@ -55,6 +57,7 @@ class Sequence:
         "num_scored",
         "num_to_prefill",
         "num_told_pages",
+        "output",
         "output_ids",
         "pages",
         "pooled",
@@ -81,6 +84,8 @@ class Sequence:
         # Only the sampler looks at its logits, so that several decode steps may share a launch.
         self.is_plain = params.logprobs is None and not params.is_shaped and request.grammar is None
         self.tells_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        # Its ids become text, and no more.
+        self.is_simple = not self.tells_logprobs and params.max_tokens > 0 and request.grammar is None
         self.num_prompt = len(request.prompt_ids)
         self.max_outputs = max(1, params.max_tokens)  # the one of max_tokens 0 is dropped in the end
         self.rank = rank
@@ -98,6 +103,7 @@ class Sequence:
         self.num_hit = 0  # prompt tokens that the prefix cache gave
         self.num_launched_outputs = 0
         self.num_read_outputs = 0  # ids that came back since the sequence, or its replay, began
+        self.output: OutputProcessor  # what makes text of its ids: set by the engine, which is its one user
         self.output_ids: list[int] = []
         self.num_scored = 0  # positions whose next prompt id is scored by launched steps
         self.prompt_logprobs: list[TokenLogprobs] = []  # of these, as far as they came back

@@ -174,7 +174,7 @@ def test_slot_and_pages_are_back_at_the_next_turn_in_whatever_state_a_request_en
         served.turn()
     served.engine.submit(make(2, max_tokens=50, timeout_s=timeouts.get(2)))
     served.turn()
-    seq = served.engine._live[str(number)].seq
+    seq = served.engine._live[str(number)]
     assert seq.state.value == state
     if how == "abort":
         served.engine.abort(str(number))
