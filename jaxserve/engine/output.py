@@ -68,6 +68,10 @@ class OutputProcessor:
     the bytes the detokenizer still held, cuts the text and is the reason.
     """
 
+    __slots__ = (
+        "_detokenizer", "_end_ids", "_eos_ids", "_matcher", "_max_tokens", "_min_tokens", "_num_tokens",
+    )  # fmt: skip
+
     def __init__(
         self,
         params: SamplingParams,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import batched, chain
+from itertools import batched, chain, islice
 
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.config import EngineConfig
@@ -241,13 +241,13 @@ class Scheduler:
             assert len(result.token_ids) == len(step.rows) * step.iterations, (
                 f"{len(result.token_ids)} ids for {len(step.rows)} rows of a {step.kind} step"
             )
-            rows = list(zip(step.rows, owners))
+            row_owners = list(islice(owners, len(step.rows)))
             if step.kind == "prefill":
-                _take_figures(rows, result)
+                _take_figures(step.rows, row_owners, result)
             if result.logprobs:
-                for (_, seq), one in zip(rows, result.logprobs):
+                for seq, one in zip(row_owners, result.logprobs):
                     seq.last_logprobs = one
-            for seq, token_id in _sampled(step, rows, result):
+            for seq, token_id in _sampled(step, row_owners, result):
                 if seq.state is SequenceState.FINISHED:
                     continue
                 seq.num_read_outputs = num_read = seq.num_read_outputs + 1
@@ -375,9 +375,9 @@ class Scheduler:
             self._kv.release(seq)
 
 
-def _take_figures(rows: Iterable[tuple[Row, Sequence]], result: StepResult) -> None:
+def _take_figures(rows: Iterable[Row], owners: Iterable[Sequence], result: StepResult) -> None:
     """Take in what a prefill step tells of its prompts."""
-    for n, (row, seq) in enumerate(rows):
+    for n, (row, seq) in enumerate(zip(rows, owners)):
         if row.targets:
             seq.prompt_logprobs.extend(result.prompt_logprobs[n])
         if row.num_pooled:
@@ -386,13 +386,15 @@ def _take_figures(rows: Iterable[tuple[Row, Sequence]], result: StepResult) -> N
 
 
 def _sampled(
-    step: Step, rows: Iterable[tuple[Row, Sequence]], result: StepResult
-) -> list[tuple[Sequence, int]]:
-    """The ids that mean something, in order, with their owners."""
+    step: Step, owners: Iterable[Sequence], result: StepResult
+) -> Iterable[tuple[Sequence, int]]:
+    """The ids that mean something, in order, with the owners of their rows."""
+    if step.kind == "prefill":
+        return [(seq, id_) for row, seq, id_ in zip(step.rows, owners, result.token_ids) if row.sample]
     if step.iterations == 1:
-        return [(seq, token_id) for (row, seq), token_id in zip(rows, result.token_ids) if row.sample]
-    by_row = zip(rows, batched(result.token_ids, step.iterations))
-    return [(seq, token_id) for (row, seq), ids in by_row for token_id in ids[: row.query_len]]
+        return zip(owners, result.token_ids)
+    by_row = zip(step.rows, owners, batched(result.token_ids, step.iterations))
+    return [(seq, token_id) for row, seq, ids in by_row for token_id in ids[: row.query_len]]
 
 
 def _expendability(seq: Sequence, by_priority: bool) -> tuple[int, int, Rank]:

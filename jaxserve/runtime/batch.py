@@ -1,9 +1,9 @@
 """A Step as one packed int32 array: a single small upload a launch.
 
 A prefill row  slot start query_len sample has_params first_page num_pages | params | end_ids | pages | tokens
-A decode row   slot start query_len first_page num_pages | pages
+A decode row   slot start query_len first_page num_pages is_greedy | pages
 
-Padding rows point at the trash slot with query_len 0.
+Padding rows point at the trash slot with query_len 0. `is_greedy` is of the step, and in all its rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxserve.runtime.state import ENDED, NUM_PARAMS, pack_params
 
 SLOT, START, QUERY_LEN, SAMPLE, HAS_PARAMS, FIRST_PAGE, NUM_PAGES = range(7)
 PREFILL_HEADER = 7
-D_SLOT, D_START, D_QUERY_LEN, D_FIRST_PAGE, D_NUM_PAGES = range(5)
-DECODE_HEADER = 5
+D_SLOT, D_START, D_QUERY_LEN, D_FIRST_PAGE, D_NUM_PAGES, D_IS_GREEDY = range(6)
+DECODE_HEADER = 6
 
 
 def packed_shape(kind: str, batch: int, queries: int, config: EngineConfig) -> tuple[int, int]:
@@ -27,12 +27,16 @@ def packed_shape(kind: str, batch: int, queries: int, config: EngineConfig) -> t
     return batch, PREFILL_HEADER + NUM_PARAMS + MAX_END_IDS + config.pages_per_seq + queries
 
 
-def pack(step: Step, config: EngineConfig) -> np.ndarray:
-    """`step`, padded to its rectangle. A new array each time: the device may read it in place."""
+def pack(step: Step, config: EngineConfig, *, is_greedy: bool = False) -> np.ndarray:
+    """`step`, padded to its rectangle. A new array each time: the device may read it in place.
+
+    With `is_greedy`, which is for one decode step alone, the forward pass takes each row's likeliest token.
+    """
     queries = max(step.queries, step.iterations)  # one of them is 1
     packed = np.zeros(packed_shape(step.kind, step.batch, queries, config), np.int32)
     packed[len(step.rows) :, SLOT] = config.max_num_seqs  # SLOT and D_SLOT are the same column
     if step.kind == "decode":
+        packed[:, D_IS_GREEDY] = is_greedy
         if step.rows:
             _fill_decode_rows(packed, step.rows)
     else:

@@ -174,13 +174,17 @@ class ModelRunner:
         if step.iterations > 1:
             return Launched(step, self._loop(step, sampler))
         forward = self._steps[step.kind, step.batch, step.queries]
-        packed = layout.pack(step, self.config)
-        self._kv, self._state, logits, rows, hidden = forward(self._leaves, self._kv, self._state, packed)
-        mask = None if masks is None else masks(step)
-        shaped, is_shaped = logits, not slots.isdisjoint(self._shaped)
-        if mask is not None or is_shaped:
-            shaped = self._shape(step, logits, rows, mask)
-        self._state, ids = self._steps[sampler, step.batch, 1](self._state, shaped, rows)
+        is_shaped = not slots.isdisjoint(self._shaped)
+        is_greedy = masks is None and sampler == "greedy" and not is_shaped and step.kind == "decode"
+        packed = layout.pack(step, self.config, is_greedy=is_greedy)
+        self._kv, self._state, logits, rows, rest = forward(self._leaves, self._kv, self._state, packed)
+        ids = rest
+        if not is_greedy:
+            mask = None if masks is None else masks(step)
+            shaped = logits
+            if mask is not None or is_shaped:
+                shaped = self._shape(step, logits, rows, mask)
+            self._state, ids = self._steps[sampler, step.batch, 1](self._state, shaped, rows)
         self._start_copy(ids)
         if is_shaped:
             self._shaping = self._steps["count", step.batch, 1](self._shaping, rows, ids)
@@ -189,7 +193,7 @@ class ModelRunner:
             logprobs = self._steps["logprobs", step.batch, 1](logits, ids)
             self._start_copy(logprobs)
         if step.kind == "prefill":
-            scores, pooled = self._score(step, hidden), self._pool(step, hidden)
+            scores, pooled = self._score(step, rest), self._pool(step, rest)
         if logprobs is None and scores is None:
             return Launched(step, ids, pooled=pooled)
         params = tuple(self._params[row.slot] for row in step.rows)
@@ -388,7 +392,7 @@ def compile_steps(
 
     def result_tree(key: Key) -> Any:
         if key[0] in forward:
-            return jax.tree.structure((kv, state, 0, rows_of(key[1]), 0 if key[0] == "prefill" else None))
+            return jax.tree.structure((kv, state, 0, rows_of(key[1]), 0))
         if key[0] in loops:
             return jax.tree.structure((kv, state, 0))
         if key[0] in ("admit", "count"):

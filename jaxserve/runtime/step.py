@@ -2,8 +2,9 @@
 
 They are two programs because they vary in different ways: the forward pass with (B, Q), sampling with B
 and with whether any row draws at random. Together they would be compiled for every combination, and a
-greedy batch would carry the code of all filters. Several decode steps in one launch (`make_loop`) need both
-in one program; these are only made where they are asked for.
+greedy batch would carry the code of all filters. But decode steps whose rows all take their likeliest token
+do that in the forward pass: it costs little there, and spares the host a launch. Several decode steps in one
+launch (`make_loop`) need both in one program; these are only made where they are asked for.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
 
 Forward = Callable[
     [list[jax.Array], KVCache, SlotState, jax.Array],
-    tuple[KVCache, SlotState, jax.Array, Rows, jax.Array | None],
+    tuple[KVCache, SlotState, jax.Array, Rows, jax.Array],
 ]
 Sampler = Callable[[SlotState, jax.Array, Rows], tuple[SlotState, jax.Array]]
 Loop = Callable[
@@ -61,19 +62,21 @@ Loop = Callable[
 
 
 def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backend) -> Forward:
-    """forward(leaves, kv, state, packed) -> (kv, state, logits [B, V], rows, hidden).
+    """forward(leaves, kv, state, packed) -> (kv, state, logits [B, V], rows, hidden or ids).
 
     kv and state are donated; `packed` is as in runtime/batch.py; `leaves` are the parameters in the order of
-    `jax.tree.leaves(nnx.split(model)[1])`. Logits are those of each row's last query. `hidden` [B * Q, H] is
-    what the logits of a prefill's other queries can be made from; None for decode.
+    `jax.tree.leaves(nnx.split(model)[1])`. Logits are those of each row's last query. A prefill's last result
+    is `hidden` [B * Q, H], what the logits of its other queries can be made from. A decode's is `ids` [B]:
+    where `packed` says so those of the greedy sampler, which has set the state's last ids; elsewhere zeros.
     """
     graph, abstract = nnx.split(model)
     structure = jax.tree.structure(abstract)
     read = _read_prefill if kind == "prefill" else _read_decode
+    likeliest = make_sampler(config, random=False)
 
     def forward(
         leaves: list[jax.Array], kv: KVCache, state: SlotState, packed: jax.Array
-    ) -> tuple[KVCache, SlotState, jax.Array, Rows, jax.Array | None]:
+    ) -> tuple[KVCache, SlotState, jax.Array, Rows, jax.Array]:
         decoder = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
         slots = packed[:, layout.SLOT]
         state, tokens, query_lens, sampled = read(state, packed, config)
@@ -82,8 +85,16 @@ def make_forward(kind: str, model: Decoder, config: EngineConfig, backend: Backe
         last = jnp.maximum(query_lens - 1, 0)[:, None, None]
         final = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # [B, H] only these rows need logits
         logits = decoder.logits(final, backend)
-        rest = hidden.reshape(-1, hidden.shape[-1]) if kind == "prefill" else None
-        return kv, state, logits, Rows.of(slots, batch.start + query_lens, sampled), rest
+        rows = Rows.of(slots, batch.start + query_lens, sampled)
+        if kind == "prefill":
+            return kv, state, logits, rows, hidden.reshape(-1, hidden.shape[-1])
+        state, ids = jax.lax.cond(
+            packed[0, layout.D_IS_GREEDY] > 0,
+            likeliest,
+            lambda state, logits, rows: (state, jnp.zeros_like(slots)),
+            state, logits, rows,
+        )  # fmt: skip
+        return kv, state, logits, rows, ids
 
     return forward
 

@@ -15,6 +15,8 @@ class IncrementalDetokenizer:
     Owned by one request; not for several threads.
     """
 
+    __slots__ = ("_bytes_of", "_held", "_is_special", "_shown_ids", "_skip_special", "_whole")
+
     def __init__(
         self,
         tokenizer: Tokenizer,

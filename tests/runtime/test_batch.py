@@ -77,20 +77,21 @@ def test_a_prefill_row_holds_header_parameters_pages_and_tokens(step):
 @given(
     st.sampled_from([2, 6]),
     st.lists(decode_rows, max_size=6, unique_by=lambda row: row[0]),
+    st.booleans(),
 )
-def test_a_decode_row_holds_its_slot_position_and_at_most_one_page(batch, described):
+def test_a_decode_row_holds_its_slot_position_and_at_most_one_page(batch, described, is_greedy):
     rows = tuple(
         Row(slot, start, 1, None, first, () if page is None else (page,), True, None)
         for slot, start, first, page in described[:batch]
     )
-    packed = pack(Step("decode", batch, 1, rows), CONFIG)
+    packed = pack(Step("decode", batch, 1, rows), CONFIG, is_greedy=is_greedy)
     assert packed.dtype == np.int32
     assert packed.shape == packed_shape("decode", batch, 1, CONFIG)
     wanted = [
-        [slot, start, 1, first, int(page is not None), page or 0]
+        [slot, start, 1, first, int(page is not None), is_greedy, page or 0]
         for slot, start, first, page in described[:batch]
     ]
-    padding = [[CONFIG.max_num_seqs, 0, 0, 0, 0, 0]] * (batch - len(rows))
+    padding = [[CONFIG.max_num_seqs, 0, 0, 0, 0, is_greedy, 0]] * (batch - len(rows))
     assert packed.tolist() == wanted + padding
 
 
@@ -105,8 +106,8 @@ def test_a_row_of_several_decode_steps_has_room_for_the_pages_of_all_of_them():
         row = Row(1, 3, iterations, None, 0, tuple(range(5, 5 + num_pages)), True, None)
         packed = pack(Step("decode", 2, 1, (row,), iterations), CONFIG)
         assert packed.shape == packed_shape("decode", 2, iterations, CONFIG)
-        assert packed[0].tolist() == [1, 3, iterations, 0, num_pages, *row.new_pages]
-        assert packed[1].tolist() == [CONFIG.max_num_seqs, *[0] * (4 + num_pages)]
+        assert packed[0].tolist() == [1, 3, iterations, 0, num_pages, 0, *row.new_pages]
+        assert packed[1].tolist() == [CONFIG.max_num_seqs, *[0] * (5 + num_pages)]
 
 
 def test_a_decode_row_of_two_pages_is_our_own_mistake():
