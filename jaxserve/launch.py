@@ -12,7 +12,7 @@ from typing import Literal
 
 import jax
 
-from jaxserve.engine.config import CPU_PREFILL_TOKENS, EngineConfig
+from jaxserve.engine.config import CPU_PREFILL_TOKENS, EngineConfig, pages_within
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.ops.backend import choose
@@ -120,7 +120,11 @@ def load_engine(
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         max_position=model.max_position,
-    )
+        most_pages=None if model.window is None else pages_within(
+            model.window, options.block_size, _prefill_tokens(options.max_num_batched_tokens),
+            options.decode_steps,
+        ),
+    )  # fmt: skip
     config = EngineConfig(
         max_model_len=max_model_len,
         num_pages=num_pages,
@@ -133,6 +137,7 @@ def load_engine(
         step_timeout_s=options.step_timeout,
         scheduling_policy=options.scheduling_policy,
         admission=options.admission,
+        window=model.window,
         enable_prefix_caching=options.enable_prefix_caching,
         deterministic=options.deterministic,
         decode_steps=options.decode_steps,

@@ -68,16 +68,21 @@ class FakeModel:
     """The next id is a checksum of the whole context and of the sampling parameters.
 
     `ids` are those it picks from, all lower-case letters by default; about one in `eos_every` is the EOS.
+    With a `window` the context is its last so many ids, wherever one is taken.
     """
 
     ids: tuple[int, ...] = tuple(3 + byte for byte in b"abcdefghijklmnopqrstuvwxyz ")
     eos_every: int | None = None
+    window: int | None = None
+
+    def seen(self, context: Sequence[int]) -> tuple[int, ...]:
+        return tuple(context if self.window is None else context[-self.window :])
 
     def next_id(
         self, context: Sequence[int], params: SamplingParams, allowed: Sequence[int] | None = None
     ) -> int:
         """With `allowed` it picks from those, and an EOS among them when it likes."""
-        checksum = (hash((*context, params.seed, params.temperature)) & (1 << 60) - 1) >> 7
+        checksum = (hash((*self.seen(context), params.seed, params.temperature)) & (1 << 60) - 1) >> 7
         ids = self.ids if allowed is None else allowed
         may_end = allowed is None or EOS in allowed
         if may_end and self.eos_every is not None and checksum % self.eos_every == 0:
@@ -93,7 +98,7 @@ class FakeModel:
 
     def score(self, context: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
         """What it thinks of `token_id` after `context`, out of MOST_IDS; the parameters don't matter."""
-        key = hash(tuple(context))
+        key = hash(self.seen(context))
         figures = [-(hash((key, i)) >> 7) % (1 << 20) / -65536 - 0.5 for i in range(MOST_IDS)]
         top = sorted(range(MOST_IDS), key=lambda i: (-figures[i], i))[:count]
         rank = 1 + sum(figure > figures[token_id] for figure in figures)
@@ -102,7 +107,7 @@ class FakeModel:
 
     def hidden(self, context: Sequence[int]) -> np.ndarray:
         """Its normed hidden state [H] after `context`; whole numbers, so that sums are exact in any order."""
-        key = hash(tuple(context))
+        key = hash(self.seen(context))
         return np.array([(hash((key, i)) >> 7) % 2001 - 1000 for i in range(HIDDEN)], np.float32)
 
     def embedding(self, prompt_ids: Sequence[int], pooling: Pooling) -> np.ndarray:
@@ -222,15 +227,14 @@ class FakeRunner:
         for n, (row, slot) in enumerate(zip(step.rows, slots)):
             assert 0 <= row.num_pooled <= row.query_len
             end = row.start + row.query_len
-            context = [self._read(slot, position) for position in range(end)]
             for position in range(end - row.num_pooled, end):
-                pooled[n] += self.model.hidden(context[: position + 1])
+                pooled[n] += self.model.hidden(self._context(slot, position + 1))
         return pooled
 
     def _score(self, slot: _Slot, end: int, token_id: int, count: int | None) -> TokenLogprobs | None:
         if count is None:
             return None
-        return self.model.score([self._read(slot, position) for position in range(end)], token_id, count)
+        return self.model.score(self._context(slot, end), token_id, count)
 
     def _checked_score(self, row: Row, slot: _Slot, query: int, target: int) -> TokenLogprobs:
         assert query < row.query_len, "a target without a query"
@@ -255,10 +259,12 @@ class FakeRunner:
                     slot.context_len = row.start + row.query_len
                 continue
             slot.context_len = row.start + (row.query_len if step.kind == "prefill" else iteration + 1)
-            context = [self._read(slot, position) for position in range(slot.context_len)]
+            context = self._context(slot, slot.context_len)
             assert UNWRITTEN not in context, "a position is read that nobody has written"
             assert GARBAGE not in context, "a position is read that a padding row has written"
-            assert slot.seen in (None, context), "logits would be shaped by another history"
+            if slot.seen is not None:
+                assert len(slot.seen) == slot.context_len, "logits would be shaped by another history"
+                assert slot.seen[-len(context) :] == context, "logits would be shaped by another history"
             if mask is None or (mask[n] == -1).all():
                 slot.last_id = self.model.next_id(context, slot.params)
             else:
@@ -312,7 +318,10 @@ class FakeRunner:
                 assert (index + 1) * self.config.page_size <= row.start, "a page is replaced while it fills"
                 assert self.memory[page] == replaced, "a page is replaced by one with other contents"
         slot.page_table[row.first_page : row.first_page + len(row.new_pages)] = row.new_pages
-        assert len(set(slot.page_table)) == len(slot.page_table), "a page stands twice in one page table"
+        window, page_size = self.model.window, self.config.page_size
+        first = 0 if window is None else max(0, row.start + 1 - window) // page_size
+        seen = slot.page_table[first:]  # what it had before may have been given to anybody, itself included
+        assert len(set(seen)) == len(seen), "a page stands twice in one page table"
         end = row.start + row.query_len
         assert end <= self.config.max_model_len
         assert end <= len(slot.page_table) * self.config.page_size, "positions without a page"
@@ -349,6 +358,11 @@ class FakeRunner:
                 self.memory[page][position % page_size] = token
         if len(step.rows) < step.batch or None in slots:
             self.memory[0] = [GARBAGE] * page_size
+
+    def _context(self, slot: _Slot, end: int) -> list[int]:
+        """What a query at position `end` - 1 sees."""
+        first = 0 if self.model.window is None else max(0, end - self.model.window)
+        return [self._read(slot, position) for position in range(first, end)]
 
     def _read(self, slot: _Slot, position: int) -> int:
         page_size = self.config.page_size

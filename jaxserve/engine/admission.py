@@ -44,7 +44,7 @@ class Admission:
             return True
         room = self._kv.pool.num_free - self._expected_pages(seq)
         for other in others:
-            room -= max(0, self._expected_pages(other) - len(other.pages))
+            room -= max(0, self._expected_pages(other) - (len(other.pages) - other.num_slid))
         return room >= 0 or room + self._kv.num_shareable(seq) >= 0
 
     def _expected_pages(self, seq: Sequence) -> int:

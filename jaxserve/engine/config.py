@@ -48,6 +48,7 @@ class EngineConfig:
     min_prefill_queries: int = 32  # smallest Q of a prefill step
     decode_steps: int = 1  # that one launch runs when nobody waits; see Scheduler
     min_decode_batch: int = 2  # smallest B of a decode step: on CPU one row costs more than two
+    window: int | None = None  # keys that any layer of the model sees, the query's own included; None: all
     enable_prefix_caching: bool = True  # full pages are found again by prompts that begin alike
     prefix_alignment: int | None = None  # hits end at a multiple of so many tokens; None: of page_size
     deterministic: bool = False  # a request's bits don't depend on others; see docs/determinism.md
@@ -75,19 +76,21 @@ class EngineConfig:
                 "launch depends on who waits; leave one of the two out"
             )
         self._check_prefix_caching()
-        if self.num_usable_pages < self.pages_per_seq:
-            raise ConfigError(
-                f"num_pages={self.num_pages} can't hold one sequence of max_model_len="
-                f"{self.max_model_len}: with page_size={self.page_size} that takes "
-                f"{self.pages_per_seq + 1} pages, page 0 for padding included. Raise num_pages (more KV "
-                "memory) or lower max_model_len"
-            )
+        if self.window is not None:
+            _require_int("window", self.window, 1)
         decode = self.decode_buckets or self._derive_decode_buckets()
         prefill = self.prefill_buckets or self._derive_prefill_buckets()
         self._check_decode_buckets(decode)
         self._check_prefill_buckets(prefill)
         object.__setattr__(self, "decode_buckets", tuple(decode))
         object.__setattr__(self, "prefill_buckets", tuple(sorted(prefill, key=lambda s: (s[0] * s[1], s[0]))))
+        if self.num_usable_pages < self.most_pages:
+            raise ConfigError(
+                f"num_pages={self.num_pages} can't hold one sequence of max_model_len="
+                f"{self.max_model_len}: with page_size={self.page_size} that takes "
+                f"{self.most_pages + 1} pages, page 0 for padding included. Raise num_pages (more KV "
+                "memory) or lower max_model_len"
+            )
 
     @property
     def num_usable_pages(self) -> int:
@@ -115,6 +118,15 @@ class EngineConfig:
     def pages_per_seq(self) -> int:
         """Length of a page table row, P."""
         return self.pages_for(self.max_model_len)
+
+    @cached_property
+    def most_pages(self) -> int:
+        """The most pages that one sequence holds at a time: fewer than P where a window slides over it."""
+        if self.window is None:
+            return self.pages_per_seq
+        return min(
+            self.pages_per_seq, pages_within(self.window, self.page_size, self.max_chunk, self.decode_steps)
+        )
 
     @cached_property
     def max_chunk(self) -> int:
@@ -208,6 +220,17 @@ class EngineConfig:
             if shape in seen:
                 raise ConfigError(f"prefill_buckets: {batch} x {queries} is listed twice; drop one")
             seen.add(shape)
+
+
+def pages_within(window: int, page_size: int, max_chunk: int, decode_steps: int) -> int:
+    """The most pages that a sequence holds of which no layer sees more than the last `window` positions.
+
+    That is when a step is launched: what its first query sees and all that it writes, or, under a short
+    window, what can't be let go yet because the ids of two launches are unknown; and parts of pages at both
+    ends.
+    """
+    kept = max(window - 1, 2 * decode_steps)
+    return -(-(kept + max(max_chunk, decode_steps)) // page_size) + 1
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

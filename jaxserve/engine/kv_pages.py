@@ -18,13 +18,18 @@ NEVER = sys.maxsize
 class KVPages:
     """Owns the page lists of all sequences and what is known of the pool's contents.
 
-        a sequence's pages   [ shared ... | own, full, registered ... | own, being filled ]
+        a sequence's pages   [ slid ... | shared ... | own, full, registered ... | own, being filled ]
         chain.entries          every page left of the last bar, in order
 
     A registered page is never written again. Two sequences that compute the same page at the same time
     each write their own. The one launched second then holds both: its next row tells the device of the
     first one's page, and when that row is launched it gives its own back. Steps run in order, so whatever
     still reads the duplicate runs before its next owner writes.
+
+    Where no layer of the model sees further back than a window, pages that no later query sees are given
+    back while the sequence runs: `Sequence.num_slid` leading ones, which the device's page table still names
+    and nobody reads. For the same reason as above that may be as soon as the last step that reads them is
+    launched.
     """
 
     def __init__(self, config: EngineConfig):
@@ -32,7 +37,8 @@ class KVPages:
         self._page_size = config.page_size
         self._pinned_chunk = config.max_chunk if config.deterministic else None
         self._reserves = config.admission == "reserve"
-        self.prefix = PrefixCache()
+        self._window = config.window
+        self.prefix = PrefixCache(loses_beginnings=config.window is not None)
         self.pool = PageAllocator(config.num_pages, self.prefix.forget)
         self.num_reserved = 0  # pages that those with a slot may come to hold
         self.num_queried_tokens = 0  # of prompts that began
@@ -58,6 +64,7 @@ class KVPages:
         assert not seq.pages, f"{seq} holds pages before its first step"
         self.num_reserved += seq.most_pages
         seq.register_at = NEVER
+        self._slide_next(seq)
         if not seq.output_ids:
             seq.num_hit = 0
         if self._config.enable_prefix_caching:
@@ -86,6 +93,8 @@ class KVPages:
             seq.num_hit += end - seq.num_cached
         seq.num_cached = end
         self._register_next(seq, end + page_size)
+        if seq.slide_at <= seq.num_cached:
+            self.slide(seq)
 
     def can_adopt_more(self, seq: Sequence) -> bool:
         """Whether the next page of its prompt need not be computed if another sequence computes it."""
@@ -164,6 +173,29 @@ class KVPages:
         if not chain.is_open:
             seq.register_at = NEVER
 
+    def slide(self, seq: Sequence) -> None:
+        """Give back the pages that no query after `num_cached` sees.
+
+        All of them that were to be registered are: what isn't yet waits for its ids.
+        """
+        assert self._window is not None
+        num_slid = (seq.num_cached - self._window + 1) // self._page_size
+        if seq.register_at != NEVER:
+            assert seq.chain is not None
+            num_slid = min(num_slid, len(seq.chain.entries))
+        while seq.remaps and seq.remaps[0][0] < num_slid:  # of duplicates both go
+            index, page = seq.remaps.pop(0)
+            self.pool.free((seq.pages[index],))
+            seq.pages[index] = page
+            self.num_reserved -= 1
+        self.pool.free(reversed(seq.pages[seq.num_slid : num_slid]))
+        seq.num_slid = max(seq.num_slid, num_slid)
+        self._slide_next(seq)
+
+    def _slide_next(self, seq: Sequence) -> None:
+        if self._window is not None:
+            seq.slide_at = (seq.num_slid + 1) * self._page_size + self._window - 1
+
     def _register_next(self, seq: Sequence, end: int) -> None:
         """Have the page that ends at `end` registered once it is full, if others may share it.
 
@@ -182,15 +214,16 @@ class KVPages:
         """Give all pages back, the last one first: so the cache never keeps a page without those before."""
         self.num_reserved -= seq.most_pages + len(seq.remaps)
         self.pool.free(seq.pages[index] for index, _ in seq.remaps)
-        self.pool.free(reversed(_with_remaps(seq)))
+        self.pool.free(reversed(_with_remaps(seq)[seq.num_slid :]))
         seq.pages, seq.remaps, seq.chain = [], [], None
-        seq.register_at = NEVER
-        seq.num_cached = seq.num_told_pages = 0
+        seq.register_at = seq.slide_at = NEVER
+        seq.num_cached = seq.num_told_pages = seq.num_slid = 0
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that every page has its owners and that the cache can reach each of its pages."""
         holders = list(holders)
-        self.pool.check([*(seq.pages for seq in holders), [p for seq in holders for _, p in seq.remaps]])
+        held = [seq.pages[seq.num_slid :] for seq in holders]
+        self.pool.check([*held, [p for seq in holders for _, p in seq.remaps]])
         self.prefix.check()
         assert self.num_reserved == sum(seq.most_pages + len(seq.remaps) for seq in holders)
         assert not self._reserves or self.num_reserved <= self.pool.num_total
@@ -201,7 +234,8 @@ class KVPages:
                 continue
             pages = _with_remaps(seq)
             assert [entry.page for entry in seq.chain.entries] == pages[: len(seq.chain.entries)]
-            assert not registered & set(pages[len(seq.chain.entries) :]), f"{seq} fills a page of the cache"
+            own = pages[max(len(seq.chain.entries), seq.num_slid) :]
+            assert not registered & set(own), f"{seq} fills a page of the cache"
 
 
 def _with_remaps(seq: Sequence) -> list[int]:

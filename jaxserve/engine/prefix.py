@@ -71,20 +71,24 @@ class PrefixCache:
     A page may be inserted as soon as the step that writes its last position is launched: steps run in
     order, so whoever finds the page reads it later. It must not be written again until `forget`.
     Two chains whose keys collide are told apart by their tokens; the second one is then not cached.
+
+    With `loses_beginnings` a page may be forgotten before those after it. Nobody finds these any more, but by
+    a chain that they are part of; they stay until they are forgotten too, or give their key to another page.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, loses_beginnings: bool = False) -> None:
         self._by_key: dict[int, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
+        self._loses_beginnings = loses_beginnings
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_page)
 
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
 
     def entries(self) -> Iterable[CachedPage]:
-        return self._by_key.values()
+        return self._by_page.values()
 
     def matches(self, chain: Chain, pages: Iterable[TokenIds]) -> list[CachedPage]:
         """The cached pages that continue `chain` with the tokens of `pages`, up to the first unknown one."""
@@ -103,10 +107,15 @@ class PrefixCache:
         """Note that `page` continues `chain` with `tokens`, and lengthen the chain.
 
         Returns the entry, which names another page when such a page is known already. None: the key
-        belongs to other tokens, and the chain is closed.
+        belongs to other tokens, or the beginning of the chain is lost, and the chain is closed.
         """
+        if self._loses_beginnings and not self._is_whole(chain.last):
+            chain.is_open = False
+            return None
         key = chain.next_key(tokens)
         entry = self._by_key.get(key)
+        if entry is not None and self._loses_beginnings and not self._is_whole(entry):
+            entry = None
         if entry is None:
             assert page not in self._by_page, f"page {page} is in the cache with other tokens"
             entry = CachedPage(key, chain.last, chain.salt, tokens, page)
@@ -119,13 +128,27 @@ class PrefixCache:
 
     def forget(self, page: int) -> None:
         """The page is about to be given to somebody else."""
-        del self._by_key[self._by_page.pop(page).key]
+        entry = self._by_page.pop(page)
+        if self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]
+
+    def _is_whole(self, entry: CachedPage | None) -> bool:
+        """Whether all pages before it, and itself, can be found by their keys."""
+        while entry is not None:
+            if self._by_key.get(entry.key) is not entry:
+                return False
+            entry = entry.parent
+        return True
 
     def check(self) -> None:
         """Assert that every page can be reached: its parent, if it has one, is cached too. For tests."""
-        assert len(self._by_key) == len(self._by_page)
+        for key, entry in self._by_key.items():
+            assert entry.key == key
+            assert self._by_page[entry.page] is entry
         for page, entry in self._by_page.items():
             assert entry.page == page
+            if self._loses_beginnings and not self._is_whole(entry):
+                continue
             assert self._by_key[entry.key] is entry
             assert entry.parent is None or self._by_page.get(entry.parent.page) is entry.parent, (
                 f"page {page} is cached, but not the page before it"

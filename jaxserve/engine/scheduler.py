@@ -117,8 +117,9 @@ class Scheduler:
         place = rank(request, self._num_added, self._config.scheduling_policy)
         end_ids = self._planner.end_ids(request.params)
         pooling = self._config.pooling if request.embeds else None
-        seq = Sequence(request, self._config.pages_for(most_cached), place, end_ids, pooling)
-        assert seq.most_pages <= self._config.pages_per_seq, f"{seq} is over max_model_len"
+        num_pages = self._config.pages_for(most_cached)
+        assert num_pages <= self._config.pages_per_seq, f"request {request.request_id} is over max_model_len"
+        seq = Sequence(request, min(num_pages, self._config.most_pages), place, end_ids, pooling)
         self._num_added += 1
         self._waiting.add(seq)
         return seq
@@ -218,6 +219,8 @@ class Scheduler:
             for row, seq in zip(step.rows, owners):
                 if seq.remaps or seq.register_at <= seq.num_cached:
                     self._kv.settle(seq, row)
+                if seq.slide_at <= seq.num_cached:
+                    self._kv.slide(seq)
                 if not row.sample:
                     continue
                 seq.num_launched_outputs += row.query_len if row.tokens is None else 1
@@ -315,7 +318,7 @@ class Scheduler:
             assert seq.slot == slot
             num_pages = len(seq.pages)
             assert num_pages == self._config.pages_for(seq.num_cached)
-            assert num_pages <= seq.most_pages
+            assert num_pages - seq.num_slid <= seq.most_pages, f"{seq} holds {num_pages - seq.num_slid} pages"
             assert (seq.num_cached < seq.num_to_prefill) == (seq.state is SequenceState.PREFILL)
 
     def _running(self) -> Iterator[Sequence]:

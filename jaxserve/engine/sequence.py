@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 
 import numpy as np
@@ -55,6 +56,7 @@ class Sequence:
         "num_prompt",
         "num_read_outputs",
         "num_scored",
+        "num_slid",
         "num_to_prefill",
         "num_told_pages",
         "output",
@@ -68,6 +70,7 @@ class Sequence:
         "registers",
         "remaps",
         "request",
+        "slide_at",
         "slot",
         "state",
         "tells_logprobs",
@@ -90,10 +93,12 @@ class Sequence:
         self.max_outputs = max(1, params.max_tokens)  # the one of max_tokens 0 is dropped in the end
         self.rank = rank
         self.num_to_prefill = self.num_prompt  # tokens to have in cache before one is sampled
-        self.most_pages = most_pages  # it can come to have in its page table
+        self.most_pages = most_pages  # it can come to hold
         self.state = SequenceState.WAITING
         self.slot: int | None = None
         self.pages: list[int] = []  # in order of position
+        self.num_slid = 0  # of these, the first ones: given back, since no later query sees them
+        self.slide_at = sys.maxsize  # once so many tokens are cached, the next page has slid out of sight
         self.num_told_pages = 0  # of these the device has so many in its page table
         self.remaps: list[tuple[int, int]] = []  # (index, page) to replace a duplicate in `pages`; both held
         self.chain: Chain | None = None  # the part of `pages` that the prefix cache knows

@@ -147,6 +147,12 @@ class ModelConfig:
         return 0 if self.latent is not None else self.head_dim
 
     @property
+    def window(self) -> int | None:
+        """How many positions any layer sees, a query's own included; None when one sees all."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == len(self.layers) else None
+
+    @property
     def attention_features(self) -> frozenset[str]:
         """What it asks of attention beyond windows: not every kernel has them."""
         return frozenset({"sinks"} if self.attention_sinks else ())

@@ -52,7 +52,7 @@ def memory_use(weights_bytes: int, bytes_per_token: int, config: EngineConfig) -
         kv_bytes_per_token=bytes_per_token,
         kv_tokens=usable * config.page_size,
         max_model_len=config.max_model_len,
-        num_full_requests=usable // config.pages_per_seq,
+        num_full_requests=usable // config.most_pages,
     )
 
 
@@ -69,12 +69,13 @@ def available_host_bytes() -> int:
 
 def fit_pool(
     *, budget: int, bytes_per_token: int, page_size: int, max_num_seqs: int, max_model_len: int | None,
-    max_position: int,
+    max_position: int, most_pages: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """(num_pages, max_model_len) for a pool of at most `budget` bytes, trash page included.
 
     The pool is no larger than all slots can fill. Without `max_model_len` it is the model's own limit, or
-    less where the pool holds less. Raises ConfigError with the figures when a wanted length does not fit.
+    less where the pool holds less. `most_pages` are enough for a sequence of any length; None: there is no
+    such number. Raises ConfigError with the figures when a wanted length does not fit.
     """
     for flag, value in (
         ("block_size", page_size), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len),
@@ -92,9 +93,10 @@ def fit_pool(
             f"{bytes_per_token} bytes a token, and at least 2 are needed: raise kv_cache_memory"
         )
     wanted = max_model_len or max_position
-    if wanted > (affordable - 1) * page_size:
+    if wanted > (affordable - 1) * page_size and (most_pages is None or most_pages > affordable - 1):
         if max_model_len is not None:
-            need = (-(-wanted // page_size) + 1) * page_size * bytes_per_token
+            pages = min(-(-wanted // page_size), most_pages or wanted)
+            need = (pages + 1) * page_size * bytes_per_token
             raise ConfigError(
                 f"max_model_len={wanted} needs {need} bytes of KV cache, kv_cache_memory is {budget}: "
                 f"raise kv_cache_memory or lower max_model_len to at most {(affordable - 1) * page_size}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxserve.engine.config import EngineConfig
+from jaxserve.engine.config import EngineConfig, pages_within
 from jaxserve.engine.sequence import SequenceState
 from jaxserve.errors import QueueFullError
 from jaxserve.types import Request, SamplingParams
@@ -18,6 +20,7 @@ MODEL = FakeModel(ids=tuple(3 + byte for byte in "abé".encode()), eos_every=25)
 STEMS = (tuple(range(10, 60)), tuple(range(10, 30)) + tuple(range(90, 120)), (7,) * 50)
 
 
+WINDOWS = (None, None, None, 1, 3, 6, 12, 30)
 MODES = ({}, {}, {"deterministic": True}, {"decode_steps": 2}, {"decode_steps": 3}, {"decode_steps": 7})
 
 
@@ -29,23 +32,31 @@ class EngineMachine(RuleBasedStateMachine):
         draw = data.draw
         page_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
         max_model_len = draw(st.integers(20, 60))
-        pages_per_seq = -(-max_model_len // page_size)
+        window = draw(st.sampled_from(WINDOWS))
+        prefill_tokens = draw(st.sampled_from([3, 8, 16, 64]))
+        mode = draw(st.sampled_from(MODES))
+        most_pages = -(-max_model_len // page_size)
+        if window is not None:
+            decode_steps = mode.get("decode_steps", 1)
+            most_pages = min(most_pages, pages_within(window, page_size, prefill_tokens, decode_steps))
         self.config = EngineConfig(
             max_model_len=max_model_len,
             page_size=page_size,
-            num_pages=1 + pages_per_seq + draw(st.integers(0, pages_per_seq)),
+            num_pages=1 + most_pages + draw(st.integers(0, most_pages)),
+            window=window,
             max_num_seqs=draw(st.integers(2, 6)),
             max_num_queued=20,
             max_queued_tokens=400,
-            max_prefill_tokens=draw(st.sampled_from([3, 8, 16, 64])),
+            max_prefill_tokens=prefill_tokens,
             min_prefill_queries=draw(st.sampled_from([1, 4, 8])),
             scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
             admission=draw(st.sampled_from(["optimistic", "optimistic", "optimistic", "reserve"])),
             enable_prefix_caching=draw(st.sampled_from([True, True, True, True, False])),
             prefix_alignment=draw(st.sampled_from([None, None, None, 2 * page_size])),
-            **draw(st.sampled_from(MODES)),
+            **mode,
         )
-        self.served = Served(self.config, MODEL, expected_output=draw(st.sampled_from([0.0, 10.0])))
+        self.model = replace(MODEL, window=window)
+        self.served = Served(self.config, self.model, expected_output=draw(st.sampled_from([0.0, 10.0])))
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
@@ -118,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
             events = self.served.events[request.request_id]
             ids = tuple(token_id for event in events for token_id in event.token_ids)
             last = events[-1]
-            whole = answer(MODEL.alone(request.prompt_ids, request.params), request.params, TOKENIZER)
+            whole = answer(self.model.alone(request.prompt_ids, request.params), request.params, TOKENIZER)
             if last.finish_reason == "abort":
                 assert request.request_id in self.aborted
                 assert ids == whole.token_ids[: len(ids)]

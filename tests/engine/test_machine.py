@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from jaxserve.engine import prefix
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.kv_pages import KVPages
+from jaxserve.engine.kv_pages import NEVER, KVPages
 from jaxserve.engine.pages import PageAllocator
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import SequenceState
@@ -145,9 +145,42 @@ def take_the_pages_of_one_step(monkeypatch):
     monkeypatch.setattr(StepPlanner, "_several", meagre)
 
 
+def slide_a_page_too_early(monkeypatch):
+    """A page goes while the next query still sees its last position."""
+    slide_next = KVPages._slide_next
+
+    def early(self, seq):
+        slide_next(self, seq)
+        seq.slide_at -= 1
+
+    def slide(self, seq):
+        self._window -= 1
+        try:
+            real(self, seq)
+        finally:
+            self._window += 1
+
+    real = KVPages.slide
+    monkeypatch.setattr(KVPages, "_slide_next", early)
+    monkeypatch.setattr(KVPages, "slide", slide)
+
+
+def slide_what_is_not_registered(monkeypatch):
+    """A page goes before its tokens are known, and is put into the cache when they are."""
+    real = KVPages.slide
+
+    def slide(self, seq):
+        register_at, seq.register_at = seq.register_at, NEVER
+        real(self, seq)
+        seq.register_at = register_at
+
+    monkeypatch.setattr(KVPages, "slide", slide)
+
+
 BUGS = [
     free_shared_page, skip_token_comparison, register_one_token_early, forget_an_abort_of_the_preempted,
     evict_page_in_use, free_duplicates_at_once, keep_surplus_ids, take_the_pages_of_one_step,
+    slide_a_page_too_early, slide_what_is_not_registered,
 ]  # fmt: skip
 
 

@@ -75,10 +75,11 @@ class Pool:
         self.keys, self.values = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
         self._free = list(np.random.default_rng(self.seed).permutation(np.arange(1, self.num_pages)))
 
-    def put(self, sequence: Sequence, length: int) -> list[int]:
-        """The page ids that hold positions [0, length) of `sequence`, in an arbitrary order of the pool."""
+    def put(self, sequence: Sequence, length: int, first: int = 0) -> list[int]:
+        """The page ids for positions [0, length) of `sequence`, in an arbitrary order of the pool. Positions
+        before `first` are not written."""
         pages = [int(self._free.pop()) for _ in range(-(-length // self.page_size))]
-        for position in range(length):
+        for position in range(first, length):
             at = pages[position // self.page_size] * self.page_size + position % self.page_size
             self.keys[self.layer, at] = sequence.k[position]
             self.values[self.layer, at] = sequence.v[position]
@@ -89,10 +90,16 @@ def run(
     backend: Backend, pool: Pool, rows: list[tuple[Sequence, int, int]], window: int, scale: float,
     *, queries: int | None = None, columns: int | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Queries [start, stop) of each (sequence, start, stop) as one batch [B, Q]; start == stop is empty."""
+    """Queries [start, stop) of each (sequence, start, stop) as one batch [B, Q]; start == stop is empty.
+
+    Where the cache held what slid out of the window of all queries there is NaN.
+    """
     B = len(rows)
     Q = queries or max([1, *(stop - start for _, start, stop in rows)])
-    tables = [pool.put(sequence, stop) if stop > start else [] for sequence, start, stop in rows]
+    tables = [
+        pool.put(sequence, stop, max(0, start - window + 1)) if stop > start else []
+        for sequence, start, stop in rows
+    ]
     P = columns or max([1, *map(len, tables)]) + 2
     heads = rows[0][0].q.shape[1]
     q = np.full((B, Q, heads, pool.dim), 7.0, np.float32)

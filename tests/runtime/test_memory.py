@@ -45,6 +45,10 @@ def fit(**changes: int | None) -> tuple[int, int]:
         ({"budget": 2 * 1600}, 2, 16),
         ({"budget": 2 * 1600 + 1599}, 2, 16),
         ({"page_size": 1, "budget": 500}, 5, 4),
+        ({"most_pages": 9}, 10, 2048),  # of a sequence of any length: the window slides over it
+        ({"most_pages": 9, "max_model_len": 500}, 10, 500),
+        ({"most_pages": 9, "max_model_len": 16, "max_num_seqs": 2}, 3, 16),
+        ({"most_pages": 10}, 10, 144),
     ],
 )
 def test_a_pool_holds_what_the_budget_allows_and_slots_can_fill(changes, num_pages, max_model_len):
@@ -79,6 +83,7 @@ def test_a_pool_that_fits_is_a_pool_that_serves(budget, per_token, page_size, sl
         ({"budget": 0}, r"kv_cache_memory=0 bytes holds 0 pages"),
         ({"budget": -5}, r"kv_cache_memory=-5"),
         ({"max_model_len": 145}, r"max_model_len=145 needs 17600 bytes .* is 16000.* at most 144"),
+        ({"max_model_len": 2000, "most_pages": 10}, r"max_model_len=2000 needs 17600 bytes .* is 16000"),
         ({"max_model_len": 4096}, r"max_model_len=4096 is over the 2048 positions"),
         ({"max_model_len": 0}, r"max_model_len=0 "),
         ({"max_model_len": -3}, r"max_model_len=-3 "),

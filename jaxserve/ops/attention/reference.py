@@ -58,7 +58,9 @@ def paged_attention_xla(
         index = jnp.where(readable, index, 0)
         k = read_kv(k_pool, layer, index, num_kv_heads=K, head_dim=D)  # [B, T, K, D]
         v = read_kv(v_pool, layer, index, num_kv_heads=K, head_dim=D)
-        v = jnp.where(readable[:, :, None, None], v, 0)  # the trash page may hold anything, NaN included
+        # The trash page may hold anything, NaN included, and so may those that slid out of the window.
+        wanted = readable & (key_positions > (starts - window)[:, None])
+        v = jnp.where(wanted[:, :, None, None], v, 0)
         scores = scale * jnp.einsum("bkqd,btkd->bkqt", queries, k, preferred_element_type=jnp.float32)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
