@@ -67,7 +67,8 @@ class Stream:
         return not self._open and not self._backlog
 
     async def next(self) -> list[tuple[int, Event]]:
-        """The new events as (index of the request, event): at least one, at most one an index.
+        """The new events as (index of the request, event): at least one, at most one an index, or two
+        where the second one is a failure.
 
         Once every last event has been given out, the list is empty.
         """
@@ -160,11 +161,18 @@ class Bridge:
 
 
 def _joined(backlog: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """Consecutive events of one request as one event, in the order of their first ones."""
+    """Consecutive events of one request as one event, in the order of their first ones.
+
+    A failure stays by itself: it is told in place of the event's text, and what came before it was an answer.
+    """
     groups: dict[int, list[Event]] = {}
+    failures = []
     for index, event in backlog:
-        groups.setdefault(index, []).append(event)
-    return [(index, _join(events)) for index, events in groups.items()]
+        if event.finish_reason in (None, "stop", "length"):
+            groups.setdefault(index, []).append(event)
+        else:
+            failures.append((index, event))
+    return [*((index, _join(events)) for index, events in groups.items()), *failures]
 
 
 def _join(events: list[Event]) -> Event:

@@ -115,6 +115,20 @@ def test_a_slow_reader_finds_the_events_of_a_request_joined():
     in_loop(test)
 
 
+@pytest.mark.parametrize("reason", ["error", "abort", "timeout", "grammar"])
+def test_what_came_before_a_failure_is_not_lost_in_it(reason):
+    async def test(bridge: Bridge, engine: RecordingEngine) -> None:
+        with bridge.open(engine, [request("a"), request("b")]) as stream:
+            bridge.deliver([event("a", "x"), event("b", "y")])
+            bridge.deliver([event("a", "z")])
+            bridge.deliver([event("a", "")._replace(finish_reason=reason), event("b", "!", last=True)])
+            await asyncio.sleep(0.01)
+            got = [(index, one.text, one.finish_reason) for index, one in await stream.next()]
+            assert got == [(0, "xz", None), (1, "y!", "stop"), (0, "", reason)]
+
+    in_loop(test)
+
+
 def test_leaving_a_stream_aborts_what_has_not_ended_and_drops_what_still_comes():
     async def test(bridge: Bridge, engine: RecordingEngine) -> None:
         bridge.observer = recorder = Recorder()
