@@ -14,10 +14,14 @@ from jaxserve.native.library import NativeUnavailable, load
 from jaxserve.native.ops import (
     ACTIVATIONS,
     gate,
+    int8_rows,
     linear,
+    linear_int8,
     linear_packed,
     pack,
+    pack_int8,
     packable,
+    packable_int8,
     packed_rows,
     paged_attention,
     write_rows,
@@ -26,8 +30,9 @@ from jaxserve.native.ops import (
 from jaxserve.native.selftest import WrongKernel, self_test
 
 __all__ = [
-    "ACTIVATIONS", "NativeUnavailable", "WrongKernel", "available", "gate", "linear", "linear_packed", "pack",
-    "packable", "packed_rows", "paged_attention", "self_test", "write_rows", "zeros",
+    "ACTIVATIONS", "NativeUnavailable", "WrongKernel", "available", "gate", "int8_rows", "linear",
+    "linear_int8", "linear_packed", "pack", "pack_int8", "packable", "packable_int8", "packed_rows",
+    "paged_attention", "self_test", "write_rows", "zeros",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ GATE = "jaxserve_gate"
 LINEAR = "jaxserve_linear"
 LINEAR_PACKED = "jaxserve_linear_packed"
 PACK = "jaxserve_pack"
+PACK_INT8 = "jaxserve_pack_int8"
 PAGED_ATTENTION = "jaxserve_paged_attention"
 WRITE_ROWS = "jaxserve_write_rows"
 ZEROS = "jaxserve_zeros"
@@ -71,7 +72,7 @@ def load() -> Library:
         jax.local_devices(backend="cpu")
     except RuntimeError as error:
         raise NativeUnavailable(f"JAX has no CPU backend: {error}") from error
-    for name in (GATE, LINEAR, LINEAR_PACKED, PACK, PAGED_ATTENTION, WRITE_ROWS, ZEROS):
+    for name in (GATE, LINEAR, LINEAR_PACKED, PACK, PACK_INT8, PAGED_ATTENTION, WRITE_ROWS, ZEROS):
         try:
             ffi.register_ffi_target(name, ffi.pycapsule(getattr(dll, name)), platform="cpu")
         except Exception as error:  # jaxlib's own error types differ between versions

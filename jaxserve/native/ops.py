@@ -18,6 +18,7 @@ from jaxserve.native.library import (
     LINEAR,
     LINEAR_PACKED,
     PACK,
+    PACK_INT8,
     PAGED_ATTENTION,
     WRITE_ROWS,
     ZEROS,
@@ -27,6 +28,8 @@ from jaxserve.native.library import (
 DTYPES = (jnp.bfloat16, jnp.float32)
 ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of csrc/types.h
 SCALE_WORDS = 2  # int16 that the scale of a packed bfloat16 channel takes
+SCALE_BYTES = 4  # that the float32 scale of a packed int8 group takes
+INT8_GROUP = 32  # the smallest group of an int8 channel that shares a scale
 PACKED_MULTIPLE = 16  # of N and K: what every instruction set's packed order can hold
 
 
@@ -80,22 +83,85 @@ def pack(w: jax.Array) -> jax.Array:
 
 def packed_rows(w: jax.Array, rows: jax.Array) -> jax.Array:
     """Float32 [..., K]: rows of one matrix, int16 [N, K + 2] from `pack`, with the numbers `rows` [...]."""
-    panel_rows, width = load().panel_rows(), w.shape[1]
-    k = width - SCALE_WORDS
-    panel, channel = (rows // panel_rows * panel_rows * width)[..., None], (rows % panel_rows)[..., None]
-    flat = w.reshape(-1)
-    scale = flat[panel + channel * SCALE_WORDS + jnp.arange(SCALE_WORDS)]
-    element = jnp.arange(k)
-    words = flat[
-        panel + panel_rows * SCALE_WORDS + element // 2 * 2 * panel_rows + 2 * channel + element % 2
-    ]
-    return words.astype(jnp.float32) * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]
+    k = w.shape[1] - SCALE_WORDS
+    return _rows(w, rows, k, k)
 
 
 def packable(shape: Sequence[int], dtype: DTypeLike) -> bool:
     """Whether `pack` takes an array like this: matrices of all layers, [L, N, K], N and K multiples of 16."""
     multiples = len(shape) == 3 and shape[1] % PACKED_MULTIPLE == 0 and shape[2] % PACKED_MULTIPLE == 0
     return multiples and jnp.dtype(dtype) in DTYPES
+
+
+def linear_int8(
+    x: jax.Array,  # [..., K]
+    w: jax.Array,  # [L, N, W], from `pack_int8`
+    layer: jax.Array,  # [] int32, which of the L
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:  # [..., N]
+    """`linear` on int8 weights with scales, which are taken as they are. Errors as `linear`'s.
+
+    x is multiplied in 16-bit fixed point (csrc/fixed_kernel.h): an element counts to 2^-16 of the largest of
+    its 64 neighbours along K. Everything else is float32.
+    """
+    if w.dtype != jnp.int8:
+        raise ValueError(f"linear_int8: w is {w.dtype}, must come from pack_int8()")
+    return _linear(LINEAR_PACKED, x, w, layer, out_dtype)
+
+
+def pack_int8(
+    values: jax.Array,  # [L, N, K] int8
+    scales: jax.Array,  # [L, N, K / G] float32
+) -> jax.Array:  # [L, N, W] int8, W = K + 4 K / G
+    """The weights values * scales, with a scale for G elements of a channel, as `linear_int8` reads them.
+
+    The scales stay float32. The order depends on the instruction set in use: a packed array is good for this
+    process alone. Raises ValueError unless `packable_int8`, NativeUnavailable without the kernels.
+    """
+    load()
+    fits = (values.dtype, scales.dtype) == (jnp.int8, jnp.float32) and values.shape[:-1] == scales.shape[:-1]
+    count = scales.shape[-1] if scales.ndim else 0
+    group = values.shape[-1] // count if fits and count else 0
+    if not packable_int8(values.shape, group) or group * count != values.shape[-1]:
+        raise ValueError(
+            f"pack_int8: values {values.dtype}{list(values.shape)} and scales {scales.dtype}"
+            f"{list(scales.shape)} must be int8 [L, N, K] and float32 [L, N, K / G], N and K multiples of "
+            f"{PACKED_MULTIPLE}, G {INT8_GROUP}, a multiple of {2 * INT8_GROUP}, or K"
+        )
+    shape = (*values.shape[:-1], values.shape[-1] + SCALE_BYTES * count)
+    return jax.ffi.ffi_call(PACK_INT8, jax.ShapeDtypeStruct(shape, jnp.int8))(values, scales)
+
+
+def packable_int8(shape: Sequence[int], group: int) -> bool:
+    """Whether `pack_int8` takes values of this shape with a scale for `group` elements of a channel.
+
+    They are matrices of all layers, [L, N, K], with N and K multiples of 16 that a matrix of floats may have
+    as well; `group` is a divisor of K: 32, a multiple of 64, or K itself.
+    """
+    k = shape[-1] if packable(shape, jnp.float32) else 0
+    divides = k > 0 and group > 0 and k % group == 0
+    return divides and (group in (INT8_GROUP, k) or group % (2 * INT8_GROUP) == 0)
+
+
+def int8_rows(w: jax.Array, rows: jax.Array, k: int) -> jax.Array:
+    """Float32 [..., K]: rows of one matrix, int8 [N, W] from `pack_int8`, with the numbers `rows` [...]."""
+    return _rows(w, rows, k, k * SCALE_BYTES // (w.shape[1] - k))
+
+
+def _rows(w: jax.Array, rows: jax.Array, k: int, group: int) -> jax.Array:
+    """Rows of a packed matrix [N, width], whose channels have a float32 scale for `group` elements of `k`."""
+    panel_rows, width = load().panel_rows(), w.shape[1]
+    scale_size = 4 // w.dtype.itemsize
+    panels, panel = w.reshape(-1, panel_rows * width), (rows // panel_rows)[..., None, None]
+    channel = (rows % panel_rows)[..., None, None]
+    starts = jnp.arange(k // group)[:, None] * (panel_rows * (scale_size + group))  # [K / G, 1]
+    scales = panels[panel, starts + channel * scale_size + jnp.arange(scale_size)]
+    i = jnp.arange(group)
+    pairs = panel_rows * scale_size + i // 2 * (2 * panel_rows) + 2 * channel + i % 2
+    values = panels[panel, starts + pairs].astype(jnp.float32)  # [..., K / G, G]
+    scaled = values * jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
+    return scaled.reshape(*rows.shape, k)
 
 
 def gate(x: jax.Array, activation: str) -> jax.Array:
@@ -156,11 +222,11 @@ def _linear(
 ) -> jax.Array:
     load()
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    fixed = w.dtype == jnp.int16  # of linear_packed alone
+    fixed = target == LINEAR_PACKED and w.dtype in (jnp.int16, jnp.int8)
     for name, dtype in (("x", x.dtype), ("w", jnp.bfloat16 if fixed else w.dtype), ("out_dtype", out)):
         if dtype not in DTYPES:
             raise ValueError(f"linear: {name} is {dtype}, must be bfloat16 or float32")
-    k = w.shape[-1] - (SCALE_WORDS if fixed else 0)
+    k = _packed_k(x, w) if fixed else w.shape[-1]
     if w.ndim != (2 if layer is None else 3) or x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(
             f"linear: x {x.shape} and w {w.shape} must be [..., K] and [N, K], or [L, N, K] with a layer"
@@ -169,6 +235,16 @@ def _linear(
     w, layer = _stacked(w, layer)
     y = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows.shape[0], columns), out))(rows, w, layer)
     return y.reshape(*x.shape[:-1], columns)
+
+
+def _packed_k(x: jax.Array, w: jax.Array) -> int | None:
+    """The K of packed weights with scales. That of int8 ones follows from x: many may have their width."""
+    k, width = x.shape[-1] if x.ndim else 0, w.shape[-1]
+    if w.dtype == jnp.int16:
+        return width - SCALE_WORDS
+    scales = (width - k) // SCALE_BYTES
+    fits = scales > 0 and k % scales == 0 and packable_int8((*w.shape[:-1], k), k // scales)
+    return k if fits and width == k + scales * SCALE_BYTES else None
 
 
 def _stacked(w: jax.Array, layer: jax.Array | None) -> tuple[jax.Array, jax.Array]:

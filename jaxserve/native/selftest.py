@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.native.ops import gate, linear, linear_packed, pack, paged_attention, write_rows
+from jaxserve.native.ops import (
+    gate,
+    linear,
+    linear_int8,
+    linear_packed,
+    pack,
+    pack_int8,
+    paged_attention,
+    write_rows,
+)
 
 TOLERANCE = 1e-4  # float32 sums, relative to the largest value
 FIXED_TOLERANCE = 1e-3  # of bfloat16 weights packed to 16-bit integers
@@ -34,7 +43,7 @@ class Case(NamedTuple):
 def self_test() -> None:
     """Runs each kernel on small inputs. Raises WrongKernel with the case and the error."""
     rng = np.random.default_rng(0)
-    cases = [*_linear_cases(rng), *_small_cases(rng)]
+    cases = [*_linear_cases(rng), *_int8_cases(rng), *_small_cases(rng)]
     for window, soft_cap in ((None, None), (40, 20.0)):
         cases += _attention_cases(rng, window, soft_cap)
     # One program for all: compiling each call alone would take longer than everything else at start-up.
@@ -65,6 +74,20 @@ def _linear_cases(rng: np.random.Generator) -> Iterator[Case]:
             want = _float64(x) @ _float64(w[1]).T
             limit = FIXED_TOLERANCE if dtype == jnp.bfloat16 else TOLERANCE
             yield Case(f"packed {name}", _packed, (x, w, second), want, limit)
+
+
+def _int8_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for rows, group in ((1, 32), (3, 96), (15, 32)):  # 96: one scale a channel
+        x = rng.standard_normal((rows, 96)).astype(np.float32)
+        values = rng.integers(-127, 128, (2, 48, 96)).astype(np.int8)
+        scales = rng.uniform(0.01, 1, (2, 48, 96 // group)).astype(np.float32)
+        want = _float64(x) @ (_float64(values[1]) * np.repeat(_float64(scales[1]), group, axis=1)).T
+        name = f"linear_int8 with {rows} rows and groups of {group}"
+        yield Case(name, _int8, (x, values, scales, np.int32(1)), want)
+
+
+def _int8(x: jax.Array, values: jax.Array, scales: jax.Array, layer: jax.Array) -> jax.Array:
+    return linear_int8(x, pack_int8(values, scales), layer)
 
 
 def _packed(x: jax.Array, w: jax.Array, layer: jax.Array) -> jax.Array:

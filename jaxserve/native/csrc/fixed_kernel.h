@@ -1,22 +1,25 @@
-// y = x @ w^T in 16-bit fixed point, for bfloat16 weights. Included after linear_kernel.h.
+// y = x @ w^T in 16-bit fixed point, for bfloat16 and for int8 weights. Included after linear_kernel.h.
 //
-// AVX2 multiplies and adds twice as many 16-bit integers in a cycle as floats, so both sides are scaled to whole
-// numbers: a channel of w to +-kFixedW when it is packed, kFixedGroup elements of a row of x to +-kFixedX when
-// it is read. A group's products are summed as 32-bit integers, which is exact, and the sums of the groups as
-// floats, one after the other. An element is off by half a unit at most, 2^-13 of the largest of its group in x
-// and 2^-14 of the largest of its channel in w; bfloat16 itself is off by up to 2^-9 of the element. A row's bits
-// depend on that row and w alone.
+// AVX2 multiplies and adds twice as many 16-bit integers in a cycle as floats, so both sides are whole numbers:
+// bfloat16 w is scaled to +-kFixedW, channel by channel, when it is packed; int8 w comes with the scales of its
+// groups; kFixedGroup elements of a row of x are scaled to +-kFixedX or, against int8, +-kFixedXForInt8 when they are
+// read. A segment's products are summed as 32-bit integers, which is exact, and the sums of the segments as floats,
+// one after the other. A scaled element is off by half a unit at most: of x 2^-13, against int8 2^-16, of the largest
+// of its group; of w 2^-14 of the largest of its channel, where bfloat16 itself is off by up to 2^-9 of the element.
+// int8 is taken as it is. A row's bits depend on that row and w alone.
 //
-// A matrix [n, k], n a multiple of kTileCols and k of kGroup, is cut into panels of kTileCols channels. A panel
-// is kTileCols float scales, then [pair of elements][channel][element of the pair]: k + 2 integers a channel.
+// A matrix [n, k], n a multiple of kTileCols and k of kGroup, is cut into panels of kTileCols channels, and a panel
+// into groups along k that share a scale in each channel: bfloat16 has one group, int8 any that fixed_group() takes. A
+// group is kTileCols float scales, then [pair of elements][channel][element of the pair]. A segment is what lies in
+// one group of w and in one of x.
 
-constexpr int64_t kFixedGroup = 64;
-constexpr int kFixedX = 4095, kFixedW = 8191;
+constexpr int kFixedX = 4095, kFixedW = 8191, kFixedXForInt8 = 32767;
 static_assert(kFixedGroup * kFixedX * kFixedW < int64_t{1} << 31, "a group's sum must fit");
-constexpr int64_t kFixedScaleWords = 2;          // int16 words that a channel's scale takes
+static_assert(kFixedGroup * kFixedXForInt8 * 128 < int64_t{1} << 31, "a group's sum must fit");
 constexpr int64_t kFixedPassBytes = 4 << 20;     // of x, taken at once: bounds the scratch memory
 constexpr int64_t kFixedChunkBytes = 256 << 10;  // of w: what a thread takes at a time, at most
 constexpr int64_t kFixedAhead = 4 << 10;         // bytes of w between what is computed and what is asked for
+constexpr int64_t kDirectInt8Rows = 2 * kTileRows;  // more rows read int8 weights that were widened once for all
 
 struct ScaleTag {};
 
@@ -30,26 +33,50 @@ inline float larger(float largest, float value) {
   return size <= largest || largest != largest ? largest : size;
 }
 
+// Bytes of a group of a packed panel.
+inline int64_t fixed_group_bytes(int64_t group, int64_t element) {
+  return kTileCols * (static_cast<int64_t>(sizeof(float)) + group * element);
+}
+
 // One panel: kTileCols rows of w.
-inline void pack_fixed_rows(const bf16* w, int64_t k, int16_t* out) {
-  for (int c = 0; c < kTileCols; ++c, w += k) {
+inline void pack_fixed_rows(const bf16* w, int64_t k, char* out) {
+  float* const scales = reinterpret_cast<float*>(out);
+  int16_t* to = reinterpret_cast<int16_t*>(scales + kTileCols);
+  for (int c = 0; c < kTileCols; ++c, w += k, to += 2) {
     float largest = 0.0f;
     for (int64_t i = 0; i < k; ++i) largest = larger(largest, to_float(w[i]));
-    const float scale = largest / kFixedW, factor = to_fixed(largest, kFixedW);
-    std::memcpy(out + c * kFixedScaleWords, &scale, sizeof scale);
-    int16_t* to = out + kTileCols * kFixedScaleWords + 2 * c;
-    for (int64_t i = 0; i < k; i += 2, to += 2 * kTileCols) {
-      for (int64_t o = 0; o < 2; ++o) {
-        to[o] = factor == 0.0f ? 0 : static_cast<int16_t>(std::lrintf(to_float(w[i + o]) * factor));
-      }
+    const float factor = to_fixed(largest, kFixedW);
+    scales[c] = largest / kFixedW;
+    for (int64_t i = 0; i < k; ++i) {
+      const float value = factor == 0.0f ? 0.0f : to_float(w[i]) * factor;
+      to[i / 2 * 2 * kTileCols + i % 2] = static_cast<int16_t>(std::lrintf(value));
+    }
+  }
+}
+inline void pack_int8_rows(const int8_t* w, const float* scales, int64_t k, int64_t group, char* out) {
+  for (int64_t start = 0; start < k; start += group, out += fixed_group_bytes(group, 1)) {
+    for (int c = 0; c < kTileCols; ++c) {
+      std::memcpy(out + c * sizeof(float), scales + (c * k + start) / group, sizeof(float));
+      const int8_t* from = w + c * k + start;
+      char* to = out + kTileCols * sizeof(float) + 2 * c;
+      for (int64_t i = 0; i < group; i += 2) std::memcpy(to + i * kTileCols, from + i, 2);
     }
   }
 }
 
-// Row r of a row tile of x as pairs of integers, [group][row tile][pair][row of the tile], and its groups' scales,
-// [group][row]. `m` rows lie together.
+// Rows of x as integers.
+struct FixedRows {
+  int64_t m, k;     // rows that lie together, and their elements
+  int64_t segment;  // elements
+  int limit;        // what the largest of a group becomes
+  int32_t* pairs;   // [segment][row tile][pair][row of the tile]
+  float* scales;    // [group][row]
+};
+
+// Row r of a row tile that begins at row `first`.
 template <typename X>
-void quantise_row(const X* x, int64_t m, int64_t k, int64_t first, int rows, int r, int32_t* out, float* scales) {
+void quantise_row(const X* x, int64_t first, int rows, int r, const FixedRows& out) {
+  const int64_t m = out.m, k = out.k;
   for (int64_t start = 0; start < k; start += kFixedGroup) {
     const int64_t length = k - start < kFixedGroup ? k - start : kFixedGroup;
     alignas(64) float values[kFixedGroup];
@@ -65,72 +92,79 @@ void quantise_row(const X* x, int64_t m, int64_t k, int64_t first, int rows, int
     store(parts + kLanes, high);
     float largest = 0.0f;
     for (int i = 0; i < 2 * kLanes; ++i) largest = larger(largest, parts[i]);
-    scales[start / kFixedGroup * m + first + r] = largest / kFixedX;
-    const vf factor = set1(to_fixed(largest, kFixedX));
+    out.scales[start / kFixedGroup * m + first + r] = largest / out.limit;
+    const vf factor = set1(to_fixed(largest, out.limit));
     alignas(64) int32_t pairs[kFixedGroup / 2];
     for (int64_t i = 0; i < length; i += 2 * kLanes) {
       store_fixed(pairs + i / 2, mul(load(values + i), factor), mul(load(values + i + kLanes), factor));
     }
-    int32_t* to = out + (m * start + first * length) / 2 + r;
-    for (int64_t i = 0; i < length / 2; ++i) to[i * rows] = pairs[i];
+    for (int64_t begin = 0; begin < length; begin += out.segment) {
+      const int64_t part = length - begin < out.segment ? length - begin : out.segment;
+      int32_t* to = out.pairs + (m * (start + begin) + first * part) / 2 + r;
+      for (int64_t i = 0; i < part / 2; ++i) to[i * rows] = pairs[begin / 2 + i];
+    }
   }
 }
 
-// sums[r, :] += scale of row r * (a group of rows x) * (a group of a panel), `steps` pairs of elements. On the way
-// the lines at `ahead` are asked for, one a step. Not inlined: inside a larger function GCC runs out of registers.
-template <int kRows>
-__attribute__((noinline)) void fixed_tile(const int32_t* x, const int16_t* w, int64_t steps, const float* scales,
-                                          float* sums, const char* ahead, int64_t ahead_bytes) {
+// sums[r, :] += scale of row r * scales of w * (a segment of rows x) * (a segment of a panel), `steps` pairs of
+// elements. On the way the lines at `ahead` are asked for, one for each 2 * kTileCols int16 or 4 * kTileCols int8. Not
+// inlined: inside a larger function GCC runs out of registers.
+template <int kRows, typename W>
+__attribute__((noinline)) void fixed_tile(const int32_t* x, const W* w, int64_t steps, const float* x_scales,
+                                          const float* w_scales, float* sums, const char* ahead, int64_t ahead_bytes) {
   vi acc[kRows][2];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = vi{};
   for (int64_t s = 0; s < steps; s += 2) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      __builtin_prefetch(ahead, 0, 2);
+      if (half == 0 || sizeof(W) == 2) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += ahead_bytes;
+      }
       const vi b0 = load_pairs(w), b1 = load_pairs(w + 2 * kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) add_pairs(x + r, b0, b1, acc[r][0], acc[r][1]);
       x += kRows;
       w += 2 * kTileCols;
-      ahead += ahead_bytes;
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    const vf scale = set1(scales[r]);
+    const vf scale = set1(x_scales[r]);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       float* out = sums + r * kTileCols + v * kLanes;
-      store(out, fma(to_floats(acc[r][v]), scale, load(out)));
+      store(out, fma(to_floats(acc[r][v]), mul(scale, load(w_scales + v * kLanes)), load(out)));
     }
   }
 }
 
-inline void add_fixed(int rows, const int32_t* x, const int16_t* w, int64_t steps, const float* scales, float* sums,
-                      const char* ahead, int64_t ahead_bytes) {
+template <typename W>
+inline void add_fixed(int rows, const int32_t* x, const W* w, int64_t steps, const float* x_scales,
+                      const float* w_scales, float* sums, const char* ahead, int64_t ahead_bytes) {
   switch (rows) {
-    case 1: return fixed_tile<1>(x, w, steps, scales, sums, ahead, ahead_bytes);
-    case 2: return fixed_tile<2>(x, w, steps, scales, sums, ahead, ahead_bytes);
-    case 3: return fixed_tile<3>(x, w, steps, scales, sums, ahead, ahead_bytes);
-    case 4: return fixed_tile<4>(x, w, steps, scales, sums, ahead, ahead_bytes);
-    case 5: return fixed_tile<5>(x, w, steps, scales, sums, ahead, ahead_bytes);
-    case 6: return fixed_tile<6>(x, w, steps, scales, sums, ahead, ahead_bytes);
+    case 1: return fixed_tile<1>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
+    case 2: return fixed_tile<2>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
+    case 3: return fixed_tile<3>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
+    case 4: return fixed_tile<4>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
+    case 5: return fixed_tile<5>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
+    case 6: return fixed_tile<6>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
   }
 }
 
 // Rows [top, top + m) of x as integers.
-inline void quantise_rows(const LinearArgs& args, int64_t top, int64_t m, int32_t* out, float* scales, Pool& pool) {
-  const int64_t k = args.k, tiles = (m + kTileRows - 1) / kTileRows;
-  const auto quantise = [&args, top, m, tiles, k, out, scales](int64_t i) {
+inline void quantise_rows(const LinearArgs& args, int64_t top, const FixedRows& out, Pool& pool) {
+  const int64_t m = out.m, k = out.k, tiles = (m + kTileRows - 1) / kTileRows;
+  const auto quantise = [&args, &out, top, m, k, tiles](int64_t i) {
     const int64_t first = m * i / tiles;
     const int rows = static_cast<int>(m * (i + 1) / tiles - first);
     for (int r = 0; r < rows; ++r) {
       const int64_t from = (top + first + r) * k;
       if (args.x_dtype == Dtype::kBfloat16) {
-        quantise_row(static_cast<const bf16*>(args.x) + from, m, k, first, rows, r, out, scales);
+        quantise_row(static_cast<const bf16*>(args.x) + from, first, rows, r, out);
       } else {
-        quantise_row(static_cast<const float*>(args.x) + from, m, k, first, rows, r, out, scales);
+        quantise_row(static_cast<const float*>(args.x) + from, first, rows, r, out);
       }
     }
   };
@@ -141,48 +175,64 @@ inline void quantise_rows(const LinearArgs& args, int64_t top, int64_t m, int32_
   }
 }
 
+// The segment from element `start` on of a panel, against all m rows of x. `x` and `x_scales` begin with its own.
+template <typename W>
+void add_segment(const char* panel, int64_t start, int64_t length, int64_t group, const int32_t* x,
+                 const float* x_scales, int64_t m, float* sums) {
+  const char* const at = panel + start / group * fixed_group_bytes(group, sizeof(W));
+  const float* const w_scales = reinterpret_cast<const float*>(at);
+  const W* const w = reinterpret_cast<const W*>(w_scales + kTileCols) + start % group * kTileCols;
+  const char* const ahead = reinterpret_cast<const char*>(w) + kFixedAhead;
+  const auto add = [&](const auto* values) {
+    for_each_row_tile(m, [&](int64_t row, int rows) {
+      add_fixed(rows, x + row * length / 2, values, length / 2, x_scales + row, w_scales, sums + row * kTileCols, ahead,
+                row == 0 ? 64 : 0);
+    });
+  };
+  if constexpr (sizeof(W) == 1) {
+    if (start % group == 0) __builtin_prefetch(ahead - kTileCols * sizeof(float), 0, 2);
+    if (m > kDirectInt8Rows) {
+      alignas(64) int16_t wide[kFixedGroup * kTileCols];
+      for (int64_t i = 0; i < length * kTileCols; i += 2 * kLanes) store_pairs(wide + i, load_pairs(w + i));
+      return add(wide);
+    }
+  }
+  add(w);
+}
+
+template <typename W>
 void linear_fixed(const LinearArgs& args, Pool& pool) {
-  const int64_t k = args.k, panel = (k + kFixedScaleWords) * kTileCols;  // words
-  const int16_t* w = static_cast<const int16_t*>(args.w);
+  const int64_t k = args.k, group = args.group, panel = k / group * fixed_group_bytes(group, sizeof(W));
   const int64_t groups = (k + kFixedGroup - 1) / kFixedGroup, panels = args.n / kTileCols;
+  const int64_t segment = group < kFixedGroup ? group : kFixedGroup;
+  const char* const w = static_cast<const char*>(args.w);
   int64_t pass = kFixedPassBytes / (2 * k) / kTileRows * kTileRows;
   if (pass < 8 * kTileRows) pass = 8 * kTileRows;
   for (int64_t top = 0; top < args.m; top += pass) {
     const int64_t m = args.m - top < pass ? args.m - top : pass;
-    int32_t* xs = reinterpret_cast<int32_t*>(thread_scratch<XTag>(m * k / 2));
-    float* scales = thread_scratch<ScaleTag>(m * groups);
-    quantise_rows(args, top, m, xs, scales, pool);
+    const FixedRows xs = {m, k, segment, sizeof(W) == 1 ? kFixedXForInt8 : kFixedX,
+                          reinterpret_cast<int32_t*>(thread_scratch<XTag>(m * k / 2)),
+                          thread_scratch<ScaleTag>(m * groups)};
+    quantise_rows(args, top, xs, pool);
 
     int64_t chunk = panels / (kChunksPerThread * pool.num_threads());
-    if (chunk > kFixedChunkBytes / (2 * panel)) chunk = kFixedChunkBytes / (2 * panel);
+    if (chunk > kFixedChunkBytes / panel) chunk = kFixedChunkBytes / panel;
     if (chunk < 1) chunk = 1;
-    pool.parallel_for((panels + chunk - 1) / chunk, [&args, w, k, panel, top, m, xs, scales, panels, chunk](int64_t i) {
+    pool.parallel_for((panels + chunk - 1) / chunk, [=, &args](int64_t i) {
       float* const all_sums = thread_scratch<SumTag>(chunk * m * kTileCols);
       const int64_t first = i * chunk, count = panels - first < chunk ? panels - first : chunk;
       std::memset(all_sums, 0, count * m * kTileCols * sizeof(float));
-      // A group of all rows of x stays in L2 for all panels.
-      for (int64_t start = 0; start < k; start += kFixedGroup) {
-        const int64_t length = k - start < kFixedGroup ? k - start : kFixedGroup;
+      // A segment of all rows of x stays in L2 for all panels.
+      for (int64_t start = 0; start < k; start += segment) {
+        const int64_t length = k - start < segment ? k - start : segment;
         for (int64_t p = 0; p < count; ++p) {
-          const int16_t* const block = w + (first + p) * panel + (kFixedScaleWords + start) * kTileCols;
-          float* const sums = all_sums + p * m * kTileCols;
-          for_each_row_tile(m, [&](int64_t row, int rows) {
-            add_fixed(rows, xs + (m * start + row * length) / 2, block, length / 2,
-                      scales + start / kFixedGroup * m + row, sums + row * kTileCols,
-                      reinterpret_cast<const char*>(block) + kFixedAhead, row == 0 ? 64 : 0);
-          });
+          add_segment<W>(w + (first + p) * panel, start, length, group, xs.pairs + m * start / 2,
+                         xs.scales + start / kFixedGroup * m, m, all_sums + p * m * kTileCols);
         }
       }
       for (int64_t p = 0; p < count; ++p) {
-        float* const sums = all_sums + p * m * kTileCols;
-        float factors[kTileCols];
-        std::memcpy(factors, w + (first + p) * panel, sizeof factors);
-        const vf f0 = load(factors), f1 = load(factors + kLanes);
         for (int64_t r = 0; r < m; ++r) {
-          float* sum = sums + r * kTileCols;
-          store(sum, mul(load(sum), f0));
-          store(sum + kLanes, mul(load(sum + kLanes), f1));
-          write_sums(args, top + r, (first + p) * kTileCols, kTileCols, sum);
+          write_sums(args, top + r, (first + p) * kTileCols, kTileCols, all_sums + (p * m + r) * kTileCols);
         }
       }
     });

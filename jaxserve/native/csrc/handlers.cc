@@ -36,7 +36,14 @@ bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 bool is_float(ffi::DataType dtype) { return dtype == ffi::F32 || dtype == ffi::BF16; }
-Dtype dtype_of(ffi::DataType dtype) { return dtype == ffi::BF16 ? Dtype::kBfloat16 : Dtype::kFloat32; }
+Dtype dtype_of(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::BF16: return Dtype::kBfloat16;
+    case ffi::S16: return Dtype::kInt16;
+    case ffi::S8: return Dtype::kInt8;
+    default: return Dtype::kFloat32;
+  }
+}
 
 template <typename Run>
 ffi::Error run_on(ffi::ThreadPool threads, const Run& run) {
@@ -63,29 +70,42 @@ void want_huge_pages(void* data, size_t bytes) {
 
 // Where layer `layer` of a stacked buffer begins: [L, ...], its other dimensions holding `elements` in all.
 const void* layer_of(const ffi::AnyBuffer& stacked, int32_t layer, int64_t elements) {
-  const int64_t bytes = elements * (stacked.element_type() == ffi::F32 ? 4 : 2);
+  const int64_t bytes = elements * static_cast<int64_t>(ffi::ByteWidth(stacked.element_type()));
   return static_cast<const char*>(stacked.untyped_data()) + layer * bytes;
 }
 
 // Whether a matrix [n, k] has the multiples that packing needs.
 bool packable(int64_t n, int64_t k) { return n % kernels().panel_rows == 0 && k % kernels().panel_group == 0; }
 
+// The elements of a channel that share a scale, in a packed matrix whose channels take `width` elements of its dtype:
+// k of int16 and a float, k of int8 and a float for each group. 0: there is no such matrix.
+int64_t packed_group(ffi::DataType dtype, int64_t width, int64_t k) {
+  if (dtype == ffi::S16) return width == k + 2 ? k : 0;
+  const int64_t scales = (width - k) / 4;
+  return scales > 0 && width == k + 4 * scales && k % scales == 0 && fixed_group(k / scales, k) ? k / scales : 0;
+}
+
 ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w,
                       ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  const bool fixed = packed && w.element_type() == ffi::S16;  // with each channel's scale, two words
-  if (xs.size() != 2 || ws.size() != 3 || ys.size() != 2 || xs[1] != ws[2] - (fixed ? 2 : 0) || ys[0] != xs[0] || ys[1] != ws[1] ||
+  const ffi::DataType w_type = w.element_type();
+  const bool fixed = packed && (w_type == ffi::S16 || w_type == ffi::S8);  // with scales
+  if (!is_float(x.element_type()) || !(fixed || w_type == ffi::F32 || (!packed && w_type == ffi::BF16)) ||
+      !is_float(y->element_type())) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve linear: dtypes must be float32 or bfloat16, packed weights float32, int16 or int8");
+  }
+  if (xs.size() != 2 || ws.size() != 3 || ys.size() != 2 || ys[0] != xs[0] || ys[1] != ws[1] ||
       layer.element_count() != 1) {
     return ffi::Error::InvalidArgument("jaxserve linear: shapes must be x [M, K], w [L, N, K], layer [], y [M, N]");
+  }
+  const int64_t group = fixed ? packed_group(w_type, ws[2], xs[1]) : 0;
+  if (fixed ? group == 0 : ws[2] != xs[1]) {
+    return ffi::Error::InvalidArgument("jaxserve linear: x has another K than w");
   }
   const int32_t index = layer.typed_data()[0];
   if (index < 0 || index >= ws[0]) {
     return ffi::Error::InvalidArgument("jaxserve linear: layer is out of range");
-  }
-  const bool takes_w = packed ? fixed || w.element_type() == ffi::F32 : is_float(w.element_type());
-  if (!is_float(x.element_type()) || !takes_w || !is_float(y->element_type())) {
-    return ffi::Error::InvalidArgument(
-        "jaxserve linear: dtypes must be float32 or bfloat16, packed weights float32 or int16");
   }
   if (packed && !packable(ws[1], xs[1])) {
     return ffi::Error::InvalidArgument("jaxserve linear: a matrix of this shape can't be packed");
@@ -94,8 +114,9 @@ ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ff
   args.m = xs[0];
   args.n = ws[1];
   args.k = xs[1];
+  args.group = group;
   args.x_dtype = dtype_of(x.element_type());
-  args.w_dtype = fixed ? Dtype::kInt16 : dtype_of(w.element_type());
+  args.w_dtype = dtype_of(w_type);
   args.y_dtype = dtype_of(y->element_type());
   args.x = x.untyped_data();
   args.w = layer_of(w, index, ws[1] * ws[2]);
@@ -113,6 +134,21 @@ ffi::Error linear_packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
   return run_linear(true, threads, x, w, layer, y);
 }
 
+ffi::Error run_pack(ffi::ThreadPool threads, const ffi::AnyBuffer& w, const ffi::AnyBuffer* scales, int64_t group,
+                    ffi::Result<ffi::AnyBuffer> out) {
+  const auto ws = w.dimensions();
+  PackArgs args;
+  args.rows = ws[0] * ws[1];
+  args.k = ws[2];
+  args.dtype = dtype_of(w.element_type());
+  args.w = w.untyped_data();
+  args.scales = scales == nullptr ? nullptr : static_cast<const float*>(scales->untyped_data());
+  args.group = group;
+  args.out = out->untyped_data();
+  want_huge_pages(args.out, out->size_bytes());
+  return run_on(threads, [&](Pool& pool) { kernels().pack(args, pool); });
+}
+
 ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
   const auto ws = w.dimensions(), outs = out->dimensions();
   const bool fixed = w.element_type() == ffi::BF16;
@@ -124,14 +160,22 @@ ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyB
   if (!is_float(w.element_type()) || out->element_type() != (fixed ? ffi::S16 : ffi::F32)) {
     return ffi::Error::InvalidArgument("jaxserve pack: w must be float32, out alike, or bfloat16 and out int16");
   }
-  PackArgs args;
-  args.rows = ws[0] * ws[1];
-  args.k = ws[2];
-  args.dtype = dtype_of(w.element_type());
-  args.w = w.untyped_data();
-  args.out = out->untyped_data();
-  want_huge_pages(args.out, out->size_bytes());
-  return run_on(threads, [&](Pool& pool) { kernels().pack(args, pool); });
+  return run_pack(threads, w, nullptr, ws[2], out);
+}
+
+ffi::Error pack_int8(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
+  const auto ws = w.dimensions(), ss = scales.dimensions(), outs = out->dimensions();
+  if (w.element_type() != ffi::S8 || scales.element_type() != ffi::F32 || out->element_type() != ffi::S8) {
+    return ffi::Error::InvalidArgument("jaxserve pack_int8: w must be int8, scales float32, out int8");
+  }
+  if (ws.size() != 3 || ss.size() != 3 || outs.size() != 3 || !same(ws.first(2), ss.first(2)) ||
+      !same(ws.first(2), outs.first(2)) || outs[2] != ws[2] + 4 * ss[2] ||
+      packed_group(ffi::S8, outs[2], ws[2]) == 0 || !packable(ws[1], ws[2])) {
+    return ffi::Error::InvalidArgument(
+        "jaxserve pack_int8: w must be [L, N, K] of a shape that can be packed, scales [L, N, K / G], out [L, N, K + "
+        "4 K / G]");
+  }
+  return run_pack(threads, w, &scales, ws[2] / ss[2], out);
 }
 
 ffi::Error gate(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int32_t activation) {
@@ -265,6 +309,13 @@ XLA_FFI_DEFINE_HANDLER(kLinearPacked, jaxserve::linear_packed,
 XLA_FFI_DEFINE_HANDLER(kPack, jaxserve::pack,
                        ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER(kPackInt8, jaxserve::pack_int8,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>());
+
 XLA_FFI_DEFINE_HANDLER(kGate, jaxserve::gate,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
@@ -301,6 +352,7 @@ XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear(XLA_FFI_CallFrame* frame) { return kLinear(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_linear_packed(XLA_FFI_CallFrame* frame) { return kLinearPacked(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_pack(XLA_FFI_CallFrame* frame) { return kPack(frame); }
+JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_pack_int8(XLA_FFI_CallFrame* frame) { return kPackInt8(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_gate(XLA_FFI_CallFrame* frame) { return kGate(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_write_rows(XLA_FFI_CallFrame* frame) { return kWriteRows(frame); }
 JAXSERVE_EXPORT XLA_FFI_Error* jaxserve_zeros(XLA_FFI_CallFrame* frame) { return kZeros(frame); }

@@ -1,6 +1,6 @@
 // y = x @ w^T on float32 weights that were packed once, when they were loaded. Included after linear_kernel.h,
 // whose sums it computes: the same elements in the same order, so the bits are equal; and after fixed_kernel.h,
-// which takes bfloat16 weights.
+// which takes bfloat16 and int8 weights.
 //
 // A matrix [n, k], n a multiple of kTileCols and k of kGroup, is cut into panels of kTileCols output channels,
 // and stays as large as it was. A panel is [block of K][pair of lanes][step][lane of the pair][channel]:
@@ -30,14 +30,20 @@ inline void pack_rows(const float* w, int64_t k, float* out) {
 }
 
 void pack(const PackArgs& args, Pool& pool) {
-  const int64_t panel = args.k * kTileCols;
-  pool.parallel_for(args.rows / kTileCols, [&args, panel](int64_t i) {
-    if (args.dtype == Dtype::kBfloat16) {
-      const int64_t fixed_panel = panel + kFixedScaleWords * kTileCols;
-      pack_fixed_rows(static_cast<const bf16*>(args.w) + i * panel, args.k,
-                      static_cast<int16_t*>(args.out) + i * fixed_panel);
-    } else {
-      pack_rows(static_cast<const float*>(args.w) + i * panel, args.k, static_cast<float*>(args.out) + i * panel);
+  const int64_t k = args.k, panel = k * kTileCols;  // elements
+  char* const out = static_cast<char*>(args.out);
+  pool.parallel_for(args.rows / kTileCols, [&args, out, k, panel](int64_t i) {
+    switch (args.dtype) {
+      case Dtype::kBfloat16:
+        pack_fixed_rows(static_cast<const bf16*>(args.w) + i * panel, k,
+                        out + i * fixed_group_bytes(k, sizeof(int16_t)));
+        break;
+      case Dtype::kInt8:
+        pack_int8_rows(static_cast<const int8_t*>(args.w) + i * panel, args.scales + i * panel / args.group, k,
+                       args.group, out + i * (k / args.group) * fixed_group_bytes(args.group, sizeof(int8_t)));
+        break;
+      default:
+        pack_rows(static_cast<const float*>(args.w) + i * panel, k, reinterpret_cast<float*>(out) + i * panel);
     }
   });
 }
@@ -181,7 +187,9 @@ inline void linear_packed_float(const LinearArgs& args, Pool& pool) {
 
 void linear_packed(const LinearArgs& args, Pool& pool) {
   if (args.w_dtype == Dtype::kInt16) {
-    linear_fixed(args, pool);
+    linear_fixed<int16_t>(args, pool);
+  } else if (args.w_dtype == Dtype::kInt8) {
+    linear_fixed<int8_t>(args, pool);
   } else {
     linear_packed_float(args, pool);
   }

@@ -32,11 +32,19 @@ inline void from_float(float x, bf16* out) {
 }
 inline void from_float(float x, float* out) { *out = x; }
 
-enum class Dtype { kFloat32, kBfloat16, kInt16 };
+enum class Dtype { kFloat32, kBfloat16, kInt16, kInt8 };
+
+// Elements of a row of x that share a scale against packed int16 or int8 weights.
+constexpr int64_t kFixedGroup = 64;
+// Whether the elements of an int8 channel of k may share scales in groups of so many.
+inline bool fixed_group(int64_t group, int64_t k) {
+  return group > 0 && k % group == 0 && (group == k || group == kFixedGroup / 2 || group % kFixedGroup == 0);
+}
 
 // y[m, n] = sum_k x[m, k] * w[n, k]
 struct LinearArgs {
   int64_t m, n, k;
+  int64_t group;  // elements of a channel of packed int16 or int8 weights that share a scale
   Dtype x_dtype, w_dtype, y_dtype;
   const void* x;
   const void* w;
@@ -44,11 +52,13 @@ struct LinearArgs {
 };
 
 // out: w in the order that the packed kernel reads. w and out: [rows, k], all layers' output channels; out of
-// bfloat16 is [rows, k + 2] of int16.
+// bfloat16 is [rows, k + 2] of int16, that of int8 [rows, k + 4 * k / group] of int8.
 struct PackArgs {
   int64_t rows, k;
   Dtype dtype;
   const void* w;
+  const float* scales;  // of int8: [rows, k / group]
+  int64_t group;
   void* out;
 };
 

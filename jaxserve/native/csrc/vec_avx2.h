@@ -124,6 +124,12 @@ inline vf max_or_nan(vf a, vf b) {
 inline vf to_floats(vi v) { return _mm256_cvtepi32_ps(v); }
 // kLanes pairs of 16-bit integers.
 inline vi load_pairs(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const vi*>(p)); }
+// kLanes pairs of 8-bit integers, as 16-bit ones.
+inline vi load_pairs(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// What load_pairs(const int16_t*) reads again.
+inline void store_pairs(int16_t* p, vi v) { _mm256_storeu_si256(reinterpret_cast<vi*>(p), v); }
 // 2 * kLanes values, rounded to 16-bit integers, in their order.
 inline void store_fixed(int32_t* p, vf a, vf b) {
   const vi packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));

@@ -82,6 +82,12 @@ inline vi load_pairs(const int16_t* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+inline vi load_pairs(const int8_t* p) {
+  int16_t wide[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) wide[i] = p[i];
+  return load_pairs(wide);
+}
+inline void store_pairs(int16_t* p, vi v) { std::memcpy(p, &v, sizeof v); }
 inline void store_fixed(int32_t* p, vf a, vf b) {
   int16_t values[2 * kLanes];
   for (int i = 0; i < kLanes; ++i) {
