@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,6 +21,7 @@ class Part:
     transform: Callable[[np.ndarray], np.ndarray] | None = None
     made: tuple[int, ...] | None = None  # the transform's shape, where it is another
     by_row: bool = False  # the transform may be given some rows at a time, and gives as many
+    instead: Part | None = None  # the same from another tensor, in files that have that and not this one
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
@@ -50,6 +51,16 @@ def stack_layers(param: str, num_layers: int, parts: list[Part]) -> WeightRule:
         (num_layers, rows, *parts[0].rows_shape[1:]),
         tuple(replace(part, name=part.name.format(i)) for i in range(num_layers) for part in parts),
     )
+
+
+def fitted(rules: Iterable[WeightRule], names: Container[str]) -> list[WeightRule]:
+    """`rules` for a file with tensors of these names: parts it lacks are read from what they know instead."""
+
+    def fit(part: Part) -> Part:
+        other = part.instead
+        return part if part.name in names or other is None or other.name not in names else other
+
+    return [replace(rule, parts=tuple(fit(part) for part in rule.parts)) for rule in rules]
 
 
 class Family(Protocol):

@@ -74,10 +74,20 @@ def _yarn_magnitude(scaling: Metadata, factor: float) -> float | None:
 
 
 def rope_from_gguf(
-    meta: Metadata, source: TensorSource, architecture: str, dim: int, *, theta: float = 10_000.0
+    meta: Metadata,
+    source: TensorSource,
+    architecture: str,
+    dim: int,
+    *,
+    theta: float = 10_000.0,
+    truncate: bool = True,
+    reads_multiplier: bool = False,
 ) -> Rope:
     """From the keys `architecture`.rope.* and the tensors rope_freqs, rope_factors_short and _long.
 
+    `theta` and `truncate` (of YaRN's ramp) are the family's, for files that don't say; GGUF has no key for
+    the latter. With `reads_multiplier` the family sees to YaRN's yarn_log_multiplier: what it says is a
+    part of the attention's scale, and cosines and sines are left as they are. Without, it is refused.
     Source: llama.cpp's llama-context.cpp, for what multiplies what in YaRN.
     """
     at = f"{architecture}.rope."
@@ -95,14 +105,15 @@ def rope_from_gguf(
     if "rope_freqs.weight" in source.tensors:
         return Rope(theta, RopeScaling(tuple(read("rope_freqs.weight"))), longest)
     if kind == "yarn":
-        for key in ("scaling.yarn_ext_factor", "scaling.yarn_attn_factor"):
-            if (value := meta.get(at + key, float, 1.0)) != 1:
-                refuse(at + key, value, "1, or no such key")
-        if (value := meta.get(at + "scaling.yarn_log_multiplier", float, 0.0)) != 0:
-            refuse(at + "scaling.yarn_log_multiplier", value, "0, or no such key")
+        for key in ("yarn_ext_factor", "yarn_attn_factor", *(["attn_factor"] if reads_multiplier else [])):
+            if (value := meta.get(f"{at}scaling.{key}", float, 1.0)) != 1:
+                refuse(f"{at}scaling.{key}", value, "1, or no such key")
+        multiplier = meta.get(at + "scaling.yarn_log_multiplier", float, 0.0)
+        if multiplier != 0 and not reads_multiplier:
+            refuse(at + "scaling.yarn_log_multiplier", multiplier, "0, or no such key")
+        usual = 1.0 if reads_multiplier else rope_scaling.yarn_magnitude(factor)
         made = rope_scaling.yarn(
-            dim, theta, factor, original,
-            attention_factor=rope_scaling.yarn_magnitude(factor) * (magnitude or 1.0),
+            dim, theta, factor, original, truncate=truncate, attention_factor=usual * (magnitude or 1.0),
             beta_fast=meta.get(at + "scaling.yarn_beta_fast", float, 32.0),
             beta_slow=meta.get(at + "scaling.yarn_beta_slow", float, 1.0),
         )  # fmt: skip

@@ -6,7 +6,7 @@ the same; `rules` gives every parameter of the decoder that a ModelConfig asks f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -76,10 +76,7 @@ def from_gguf(
     no keys for biases and for tied embeddings: whether the tensors are there tells.
     """
     key = architecture + "."
-    for name, neutral in NEUTRAL.items():
-        value = meta.get(key + name, object, neutral[0])
-        if name not in reads and value not in neutral:
-            refuse(key + name, value, f"{neutral[0]!r}, or no such key")
+    refuse_unread(meta, architecture, reads)
     hidden, heads = meta.need(key + "embedding_length", int), meta.need(key + "attention.head_count", int)
     head_dim = meta.get(key + "attention.key_length", int, hidden // heads)
     if (value_dim := meta.get(key + "attention.value_length", int, head_dim)) != head_dim:
@@ -113,6 +110,14 @@ def from_gguf(
         "post_norms": False,
     }
     return ModelConfig(**{**known, **changes})
+
+
+def refuse_unread(meta: Metadata, architecture: str, reads: Collection[str]) -> None:
+    """Raise if one of the keys of NEUTRAL, but those the family `reads`, would change the answer."""
+    for name, neutral in NEUTRAL.items():
+        value = meta.get(f"{architecture}.{name}", object, neutral[0])
+        if name not in reads and value not in neutral:
+            refuse(f"{architecture}.{name}", value, f"{neutral[0]!r}, or no such key")
 
 
 def refuse_partial_rope(meta: Metadata) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import fitted
 from jaxserve.models.registry import family_for, family_named
 from jaxserve.weights.checkpoint import load_checkpoint_params, read_checkpoint_params
 from jaxserve.weights.gguf import GGUFSource
@@ -108,7 +109,7 @@ class _Unconverted:
                 self.source = source = dequantised(source)
             family = family_for(source)
             self.config = family.config(source)
-            self._rules = family.rules(source.format, self.config)
+            self._rules = fitted(family.rules(source.format, self.config), source.tensors)
             self._ignored = family.ignored(source.format, self.config)
             check_tensors(source, self._rules, self._ignored)
         except WeightsError as error:

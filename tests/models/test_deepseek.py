@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,14 +16,16 @@ from jaxserve.engine.config import EngineConfig
 from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import abstract_decoder
+from jaxserve.models.family import fitted
 from jaxserve.models.registry import family_for, family_named
 from jaxserve.ops.backend import XLA, choose
 from jaxserve.ops.moe import route_in_groups
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.state import kv_bytes_per_token, kv_shapes
 from jaxserve.types import SamplingParams
+from jaxserve.weights.gguf import GGUFSource
 from jaxserve.weights.model_files import open_model
-from tests.models import family_weights
+from tests.models import family_weights, gguf_families
 from tests.models.paged import Decoder, load
 from tests.models.test_family_figures import recorded, written
 from tests.models.tiny import Source, write_hf
@@ -153,6 +156,45 @@ def test_a_config_survives_json_and_its_rules_make_the_decoders_parameters(case)
 def test_what_is_not_supported_is_refused_by_name(case, changes, message):
     with pytest.raises(WeightsError, match=message):
         read(case, **changes)
+
+
+def gguf_description(case: dict[str, Any], path: Path) -> Source:
+    """Of a file of before there were keys for groups of experts."""
+    tensors = family_weights.tensors(case["config"], case["shapes"])
+    file = GGUFSource(gguf_families.write(path, case["config"], tensors, whole_latents=True))
+    file.close()
+    return Source("gguf", dict(file.metadata), file.tensors)
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(160, (8, 3)), (256, (8, 4)), (64, (1, 1)), (384, (1, 1))])
+def test_an_older_gguf_file_has_the_groups_of_the_model_with_as_many_experts(experts, groups, tmp_path):
+    source = gguf_description(V3, tmp_path / "x.gguf")
+    source.metadata["deepseek2.expert_count"] = experts
+    moe = family_for(source).config(source).moe
+    assert (moe.num_groups, moe.active_groups) == groups
+    source.metadata["deepseek2.expert_group_count"] = 1  # a file that does say
+    assert family_for(source).config(source).moe.active_groups == 1
+
+
+def test_yarn_in_a_gguf_file_needs_the_weight_of_its_magnitude(tmp_path):
+    source = gguf_description(V3, tmp_path / "x.gguf")
+    key = "deepseek2.rope.scaling.yarn_log_multiplier"
+    assert source.metadata.pop(key) == pytest.approx(0.1)
+    with pytest.raises(WeightsError, match=f"lacks {key}"):
+        family_for(source).config(source)
+
+
+def test_a_matrix_that_a_gguf_file_has_both_whole_and_in_halves_is_read_once():
+    config = read(V3)
+    family = family_named(config.family)
+    rules = family.rules("gguf", config)
+    whole, halves = (
+        {f"blk.{i}.attn_{part}_b.weight" for i in range(4) for part in parts} for parts in (["kv"], "kv")
+    )
+    for names, read_from in ((whole, whole), (halves, halves), (whole | halves, whole)):
+        parts = {part.name for rule in fitted(rules, names) for part in rule.parts}
+        assert parts & (whole | halves) == read_from
+    assert halves <= family.ignored("gguf", config)
 
 
 def test_the_layer_that_guesses_a_further_token_may_stand_in_the_files(tmp_path):

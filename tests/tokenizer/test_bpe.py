@@ -167,6 +167,16 @@ GGUF_PIPELINES = {
 }
 GGUF_PIPELINES |= {"phi-2": GGUF_PIPELINES["gpt-2"], "olmo": GGUF_PIPELINES["gpt-2"]}
 GGUF_PIPELINES |= {"refact": GGUF_PIPELINES["smollm"], "starcoder": GGUF_PIPELINES["smollm"]}
+GGUF_PIPELINES |= {
+    "deepseek-coder": pre_tokenizers.Sequence([
+        *(
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+            for pattern in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
+        ),
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(GGUF_PIPELINES))
@@ -193,6 +203,15 @@ def test_a_pre_tokenizer_cuts_words_as_the_models_own_pipeline_does(name):
             ["123", "45", " I'LL", " HTTPServer", "//\n", " e\u0301t", "\u00c9"],
         ),
         ("gpt-4o", "helloWorld don'T  x", ["hello", "World", " don'T", " ", " x"]),
+        (
+            "deepseek-llm",
+            "12 don't\n 你好. ƻñ",
+            ["1", "2", " don", "'", "t", "\n", " ", "你好", ".", " ƻ", "ñ"],
+        ),
+        ("deepseek-llm", "(x) \t ", ["(", "x", ")", " \t "]),
+        ("deepseek-coder", "a_b+12 你好", ["a", "_", "b", "+", "1", "2", " ", "你好"]),
+        ("deepseek-v3", "1234 .a .\n\nカナ漢字x!", ["123", "4", " .", "a", " .\n\n", "カナ漢字", "x", "!"]),
+        ("deepseek-v3", "(x._y", ["(x", "._", "y"]),
         ("tekken", "12 aB don't c/d\n", ["1", "2", " a", "B", " don", "'t", " c", "/d", "\n"]),
     ],
 )
@@ -269,7 +288,10 @@ def test_end_tokens_that_a_file_calls_normal_are_special_all_the_same():
     [
         ({"model": None}, "no tokenizer.ggml.model"),
         ({"model": "bert"}, "model is 'bert'"),
-        ({"pre": "bloom"}, "pre is 'bloom'; supported are dbrx, default, gpt-2, gpt-4o, llama-bpe, .*tekken"),
+        (
+            {"pre": "bloom"},
+            "pre is 'bloom'; supported are dbrx, .*, default, gpt-2, gpt-4o, llama-bpe, .*tekken",
+        ),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokens": "abc"}, "tokens is 'abc'; expected list"),
         ({"tokens": []}, "tokens is empty"),
