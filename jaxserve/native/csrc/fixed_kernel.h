@@ -19,7 +19,10 @@ static_assert(kFixedGroup * kFixedXForInt8 * 128 < int64_t{1} << 31, "a group's 
 constexpr int64_t kFixedPassBytes = 4 << 20;     // of x, taken at once: bounds the scratch memory
 constexpr int64_t kFixedChunkBytes = 256 << 10;  // of w: what a thread takes at a time, at most
 constexpr int64_t kFixedAhead = 4 << 10;         // bytes of w between what is computed and what is asked for
-constexpr int64_t kDirectInt8Rows = 2 * kTileRows;  // more rows read int8 weights that were widened once for all
+constexpr int64_t kFixedBlock = 256;             // elements of k that a row tile takes at once, at most
+// Up to so many rows read w strictly as it lies, and int8 as it is; more read a block of all panels
+// before the next, so that their own blocks stay in L2, and int8 widened once for all.
+constexpr int64_t kSequentialRows = 24;
 
 struct ScaleTag {};
 
@@ -70,7 +73,7 @@ struct FixedRows {
   int64_t segment;  // elements
   int limit;        // what the largest of a group becomes
   int32_t* pairs;   // [segment][row tile][pair][row of the tile]
-  float* scales;    // [group][row]
+  float* scales;    // [segment][row]
 };
 
 // Row r of a row tile that begins at row `first`.
@@ -92,7 +95,6 @@ void quantise_row(const X* x, int64_t first, int rows, int r, const FixedRows& o
     store(parts + kLanes, high);
     float largest = 0.0f;
     for (int i = 0; i < 2 * kLanes; ++i) largest = larger(largest, parts[i]);
-    out.scales[start / kFixedGroup * m + first + r] = largest / out.limit;
     const vf factor = set1(to_fixed(largest, out.limit));
     alignas(64) int32_t pairs[kFixedGroup / 2];
     for (int64_t i = 0; i < length; i += 2 * kLanes) {
@@ -102,54 +104,75 @@ void quantise_row(const X* x, int64_t first, int rows, int r, const FixedRows& o
       const int64_t part = length - begin < out.segment ? length - begin : out.segment;
       int32_t* to = out.pairs + (m * (start + begin) + first * part) / 2 + r;
       for (int64_t i = 0; i < part / 2; ++i) to[i * rows] = pairs[begin / 2 + i];
+      out.scales[(start + begin) / out.segment * m + first + r] = largest / out.limit;
     }
   }
 }
 
-// sums[r, :] += scale of row r * scales of w * (a segment of rows x) * (a segment of a panel), `steps` pairs of
-// elements. On the way the lines at `ahead` are asked for, one for each 2 * kTileCols int16 or 4 * kTileCols int8. Not
-// inlined: inside a larger function GCC runs out of registers.
-template <int kRows, typename W>
-__attribute__((noinline)) void fixed_tile(const int32_t* x, const W* w, int64_t steps, const float* x_scales,
-                                          const float* w_scales, float* sums, const char* ahead, int64_t ahead_bytes) {
-  vi acc[kRows][2];
+// Segments of one length that lie at equal distances, of a row tile and of a panel, and the sums that they add to.
+struct FixedRun {
+  int64_t segments, steps;  // steps: pairs of elements of a segment
+  const int32_t* x;         // [segment: x_stride apart][pair][row]
+  int64_t x_stride;
+  const float* x_scales;    // [segment: x_scale_stride apart][row]
+  int64_t x_scale_stride;
+  const char* w;            // [segment: w_stride bytes apart][pair][channel][element of the pair]
+  int64_t w_stride;
+  const char* w_scales;     // [segment: w_scale_stride bytes apart][channel]
+  int64_t w_scale_stride;
+  float* sums;              // [row][channel]
+};
+
+// sums += for one segment after the other: scale of the row * scale of the channel * the sum of their products. With
+// kFetch, memory is asked on the way for what follows in w. Not inlined, and its loop not unrolled: inside a larger
+// function, or a loop with a part peeled off, GCC runs out of registers.
+template <int kRows, typename W, bool kFetch>
+__attribute__((noinline)) void fixed_tile(const FixedRun& run) {
+  float* const sums = run.sums;
+  for (int64_t i = 0; i < run.segments; ++i) {
+    vi acc[kRows][2];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = vi{};
-  for (int64_t s = 0; s < steps; s += 2) {
+    for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = vi{};
+    const int32_t* x = run.x + i * run.x_stride;
+    const char* w = run.w + i * run.w_stride;
+#pragma GCC unroll 1
+    for (int64_t s = run.steps; s > 0; s -= 2) {
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0 || sizeof(W) == 2) {
-        __builtin_prefetch(ahead, 0, 2);
-        ahead += ahead_bytes;
+      for (int half = 0; half < 2; ++half) {
+        if (kFetch && (half == 0 || sizeof(W) == 2)) __builtin_prefetch(w + kFixedAhead, 0, 2);
+        const W* const pairs = reinterpret_cast<const W*>(w);
+        const vi b0 = load_pairs(pairs), b1 = load_pairs(pairs + 2 * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) add_pairs(x + r, b0, b1, acc[r][0], acc[r][1]);
+        x += kRows;
+        w += 2 * kTileCols * sizeof(W);
       }
-      const vi b0 = load_pairs(w), b1 = load_pairs(w + 2 * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) add_pairs(x + r, b0, b1, acc[r][0], acc[r][1]);
-      x += kRows;
-      w += 2 * kTileCols;
     }
-  }
+    const float* const x_scales = run.x_scales + i * run.x_scale_stride;
+    const char* const w_scales = run.w_scales + i * run.w_scale_stride;
+    if (kFetch) __builtin_prefetch(w_scales + kFixedAhead, 0, 2);
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    const vf scale = set1(x_scales[r]);
+    for (int r = 0; r < kRows; ++r) {
+      const vf scale = set1(x_scales[r]);
 #pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      float* out = sums + r * kTileCols + v * kLanes;
-      store(out, fma(to_floats(acc[r][v]), mul(scale, load(w_scales + v * kLanes)), load(out)));
+      for (int v = 0; v < 2; ++v) {
+        float* const out = sums + r * kTileCols + v * kLanes;
+        const vf factor = mul(scale, load(reinterpret_cast<const float*>(w_scales) + v * kLanes));
+        store(out, fma(to_floats(acc[r][v]), factor, load(out)));
+      }
     }
   }
 }
 
-template <typename W>
-inline void add_fixed(int rows, const int32_t* x, const W* w, int64_t steps, const float* x_scales,
-                      const float* w_scales, float* sums, const char* ahead, int64_t ahead_bytes) {
+template <typename W, bool kFetch>
+inline void add_fixed(int rows, const FixedRun& run) {
   switch (rows) {
-    case 1: return fixed_tile<1>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
-    case 2: return fixed_tile<2>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
-    case 3: return fixed_tile<3>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
-    case 4: return fixed_tile<4>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
-    case 5: return fixed_tile<5>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
-    case 6: return fixed_tile<6>(x, w, steps, x_scales, w_scales, sums, ahead, ahead_bytes);
+    case 1: return fixed_tile<1, W, kFetch>(run);
+    case 2: return fixed_tile<2, W, kFetch>(run);
+    case 3: return fixed_tile<3, W, kFetch>(run);
+    case 4: return fixed_tile<4, W, kFetch>(run);
+    case 5: return fixed_tile<5, W, kFetch>(run);
+    case 6: return fixed_tile<6, W, kFetch>(run);
   }
 }
 
@@ -175,36 +198,85 @@ inline void quantise_rows(const LinearArgs& args, int64_t top, const FixedRows& 
   }
 }
 
-// The segment from element `start` on of a panel, against all m rows of x. `x` and `x_scales` begin with its own.
+// Segments of a panel that fixed_tile() takes at once.
+struct FixedBlock {
+  int64_t start;               // element of the panel
+  int64_t segments, length;    // length: elements of a segment
+  int64_t w, w_stride;         // bytes from the panel's begin, and from one segment to the next
+  int64_t scales, scale_stride;
+};
+
+inline std::vector<FixedBlock> fixed_blocks(int64_t k, int64_t group, int64_t segment, int64_t element) {
+  std::vector<FixedBlock> blocks;
+  const int64_t group_bytes = fixed_group_bytes(group, element), scale_bytes = kTileCols * sizeof(float);
+  for (int64_t start = 0; start < k;) {
+    FixedBlock block = {start, 0, segment};
+    block.scales = start / group * group_bytes;
+    block.w = block.scales + scale_bytes + start % group * kTileCols * element;
+    int64_t left = k - start;  // that lies at equal distances
+    if (group > segment) {
+      left = group - start % group;
+      block.w_stride = segment * kTileCols * element;
+      block.scale_stride = 0;
+    } else {
+      block.w_stride = block.scale_stride = group_bytes;
+    }
+    if (left < segment) block.length = left;
+    block.segments = (left < kFixedBlock ? left : kFixedBlock) / block.length;
+    start += block.segments * block.length;
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
+// A block of a panel against all rows of x.
 template <typename W>
-void add_segment(const char* panel, int64_t start, int64_t length, int64_t group, const int32_t* x,
-                 const float* x_scales, int64_t m, float* sums) {
-  const char* const at = panel + start / group * fixed_group_bytes(group, sizeof(W));
-  const float* const w_scales = reinterpret_cast<const float*>(at);
-  const W* const w = reinterpret_cast<const W*>(w_scales + kTileCols) + start % group * kTileCols;
-  const char* const ahead = reinterpret_cast<const char*>(w) + kFixedAhead;
-  const auto add = [&](const auto* values) {
-    for_each_row_tile(m, [&](int64_t row, int rows) {
-      add_fixed(rows, x + row * length / 2, values, length / 2, x_scales + row, w_scales, sums + row * kTileCols, ahead,
-                row == 0 ? 64 : 0);
-    });
+void add_fixed_block(const char* panel, const FixedBlock& block, const FixedRows& xs, float* sums) {
+  const int64_t m = xs.m, pairs = block.length / 2;
+  FixedRun run = {};
+  run.segments = block.segments;
+  run.steps = pairs;
+  run.x_stride = m * pairs;
+  run.x_scale_stride = m;
+  run.w = panel + block.w;
+  run.w_stride = block.w_stride;
+  run.w_scales = panel + block.scales;
+  run.w_scale_stride = block.scale_stride;
+  const auto move_to = [&](int64_t row) {
+    run.x = xs.pairs + m * block.start / 2 + row * pairs;
+    run.x_scales = xs.scales + block.start / xs.segment * m + row;
+    run.sums = sums + row * kTileCols;
   };
-  if constexpr (sizeof(W) == 1) {
-    if (start % group == 0) __builtin_prefetch(ahead - kTileCols * sizeof(float), 0, 2);
-    if (m > kDirectInt8Rows) {
-      alignas(64) int16_t wide[kFixedGroup * kTileCols];
-      for (int64_t i = 0; i < length * kTileCols; i += 2 * kLanes) store_pairs(wide + i, load_pairs(w + i));
-      return add(wide);
+  if (sizeof(W) == 2 || m <= kSequentialRows) {
+    return for_each_row_tile(m, [&](int64_t row, int rows) {
+      move_to(row);
+      row == 0 ? add_fixed<W, true>(rows, run) : add_fixed<W, false>(rows, run);
+    });
+  }
+  alignas(64) int16_t wide[kFixedBlock * kTileCols];
+  int16_t* to = wide;
+  for (int64_t i = 0; i < block.segments; ++i) {
+    const W* from = reinterpret_cast<const W*>(run.w + i * run.w_stride);
+    for (int64_t s = 0; s < pairs; ++s, from += 2 * kTileCols, to += 2 * kTileCols) {
+      if (s % 2 == 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kFixedAhead, 0, 2);
+      store_pairs(to, load_pairs(from));
+      store_pairs(to + 2 * kLanes, load_pairs(from + 2 * kLanes));
     }
   }
-  add(w);
+  run.w = reinterpret_cast<const char*>(wide);
+  run.w_stride = pairs * 2 * kTileCols * sizeof(int16_t);
+  for_each_row_tile(m, [&](int64_t row, int rows) {
+    move_to(row);
+    add_fixed<int16_t, false>(rows, run);
+  });
 }
 
 template <typename W>
 void linear_fixed(const LinearArgs& args, Pool& pool) {
   const int64_t k = args.k, group = args.group, panel = k / group * fixed_group_bytes(group, sizeof(W));
-  const int64_t groups = (k + kFixedGroup - 1) / kFixedGroup, panels = args.n / kTileCols;
-  const int64_t segment = group < kFixedGroup ? group : kFixedGroup;
+  const int64_t segment = group < kFixedGroup ? group : kFixedGroup, segments = (k + segment - 1) / segment;
+  const int64_t panels = args.n / kTileCols;
+  const std::vector<FixedBlock> blocks = fixed_blocks(k, group, segment, sizeof(W));
   const char* const w = static_cast<const char*>(args.w);
   int64_t pass = kFixedPassBytes / (2 * k) / kTileRows * kTileRows;
   if (pass < 8 * kTileRows) pass = 8 * kTileRows;
@@ -212,22 +284,26 @@ void linear_fixed(const LinearArgs& args, Pool& pool) {
     const int64_t m = args.m - top < pass ? args.m - top : pass;
     const FixedRows xs = {m, k, segment, sizeof(W) == 1 ? kFixedXForInt8 : kFixedX,
                           reinterpret_cast<int32_t*>(thread_scratch<XTag>(m * k / 2)),
-                          thread_scratch<ScaleTag>(m * groups)};
+                          thread_scratch<ScaleTag>(m * segments)};
     quantise_rows(args, top, xs, pool);
 
     int64_t chunk = panels / (kChunksPerThread * pool.num_threads());
     if (chunk > kFixedChunkBytes / panel) chunk = kFixedChunkBytes / panel;
     if (chunk < 1) chunk = 1;
-    pool.parallel_for((panels + chunk - 1) / chunk, [=, &args](int64_t i) {
+    pool.parallel_for((panels + chunk - 1) / chunk, [=, &args, &blocks, &xs](int64_t i) {
       float* const all_sums = thread_scratch<SumTag>(chunk * m * kTileCols);
       const int64_t first = i * chunk, count = panels - first < chunk ? panels - first : chunk;
       std::memset(all_sums, 0, count * m * kTileCols * sizeof(float));
-      // A segment of all rows of x stays in L2 for all panels.
-      for (int64_t start = 0; start < k; start += segment) {
-        const int64_t length = k - start < segment ? k - start : segment;
+      const auto add = [&](int64_t p, const FixedBlock& block) {
+        add_fixed_block<W>(w + (first + p) * panel, block, xs, all_sums + p * m * kTileCols);
+      };
+      if (m <= kSequentialRows) {
         for (int64_t p = 0; p < count; ++p) {
-          add_segment<W>(w + (first + p) * panel, start, length, group, xs.pairs + m * start / 2,
-                         xs.scales + start / kFixedGroup * m, m, all_sums + p * m * kTileCols);
+          for (const FixedBlock& block : blocks) add(p, block);
+        }
+      } else {  // a block of all rows of x stays in L2 for all panels
+        for (const FixedBlock& block : blocks) {
+          for (int64_t p = 0; p < count; ++p) add(p, block);
         }
       }
       for (int64_t p = 0; p < count; ++p) {

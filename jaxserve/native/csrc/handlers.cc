@@ -163,7 +163,8 @@ ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyB
   return run_pack(threads, w, nullptr, ws[2], out);
 }
 
-ffi::Error pack_int8(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error pack_int8(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::AnyBuffer scales,
+                     ffi::Result<ffi::AnyBuffer> out) {
   const auto ws = w.dimensions(), ss = scales.dimensions(), outs = out->dimensions();
   if (w.element_type() != ffi::S8 || scales.element_type() != ffi::F32 || out->element_type() != ffi::S8) {
     return ffi::Error::InvalidArgument("jaxserve pack_int8: w must be int8, scales float32, out int8");
