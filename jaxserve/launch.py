@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -26,8 +25,8 @@ from jaxserve.tokenizer.chat import ChatTemplate, chat_template
 from jaxserve.tokenizer.generation import FILE, GenerationDefaults, generation_from_folder
 from jaxserve.tokenizer.template_files import DEFAULT
 from jaxserve.types import Event, MemoryUse, Pooling
-from jaxserve.weights.loader import param_dtype
-from jaxserve.weights.model_files import ModelFiles, open_model
+from jaxserve.weights.loader import held_bytes
+from jaxserve.weights.model_files import ModelFiles, open_model, served_quantization
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ class LaunchOptions:
 
     model: str  # a name in checkpoints/, a .gguf file, or a folder
     dtype: str = "auto"  # of weights, activations and KV cache
+    quantization: str | None = None  # of dense weights: int8 or int8-channel; None: as they are stored
     max_model_len: int | None = None
     max_num_seqs: int = EngineConfig.max_num_seqs
     max_num_batched_tokens: int | None = None
@@ -99,13 +99,13 @@ def load_engine(
             head_dim=files.config.head_dim, features=files.config.attention_features,
         )  # fmt: skip
         dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-        num_bytes = sum(
-            prod(shape) * param_dtype(param, shape, dtype).itemsize
-            for param, shape in files.param_shapes.items()
-        )
-        remedy = "serve a smaller model" + (" or --dtype bfloat16" if dtype == "float32" else "")
-        require_room(num_bytes, f"the weights of {files.name} in {dtype}", remedy)
-        params = files.load_params(dtype, progress)
+        quantization = served_quantization(files, options.quantization)
+        remedy = "serve a smaller model"
+        if quantization is None:
+            remedy += ", or with --quantization int8" + " or --dtype bfloat16" * (dtype == "float32")
+        num_bytes = held_bytes(files.param_shapes, dtype, quantization)
+        require_room(num_bytes, f"the weights of {files.name} in {quantization or dtype}", remedy)
+        params = files.load_params(dtype, progress, quantization)
         model, name = files.config, files.name
     finally:
         files.close()
@@ -152,10 +152,14 @@ def load_engine(
     log.info(
         "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d, "
         "%d bytes to shape logits by",
-        name, dtype, jax.devices()[0], backend.attention_name, backend.linear_name,
+        name, dtype if quantization is None else f"{dtype} with {quantization} weights", jax.devices()[0],
+        backend.attention_name, backend.linear_name,
         num_pages, config.page_size, bytes_per_token, max_model_len, shaping,
     )  # fmt: skip
-    runner = ModelRunner(model, params, config, backend, dtype=dtype, cache=cache, progress=progress)
+    runner = ModelRunner(
+        model, params, config, backend, dtype=dtype, quantization=quantization, cache=cache,
+        progress=progress,
+    )  # fmt: skip
     counter = CompilationCounter()
     engine = Engine(
         config, runner, tokenizer,

@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--topologies", nargs="+", default=list(MEMORY), choices=list(MEMORY))
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--quantization", choices=("int8", "int8-channel"), help="of the weights")
     parser.add_argument("--json", action="store_true", help="all figures, one object a line")
     args = parser.parse_args()
     try:
@@ -98,7 +99,9 @@ def main() -> None:
     # Tracing holds the interpreter's lock and XLA's compiler doesn't.
     with ThreadPoolExecutor(max_workers=2) as pool:
         tasks = [
-            pool.submit(measure, Path(path).stem, config, topology, devices[topology], program)
+            pool.submit(
+                measure, Path(path).stem, config, topology, devices[topology], program, args.quantization
+            )
             for path, config in [(path, model_config(path)) for path in args.models]
             for topology in args.topologies
             for program in args.programs
@@ -120,11 +123,13 @@ def model_config(path: str) -> ModelConfig:
         files.close()
 
 
-def measure(name: str, model: ModelConfig, topology: str, device: Any, program: str) -> Figures:
+def measure(
+    name: str, model: ModelConfig, topology: str, device: Any, program: str, quantization: str | None
+) -> Figures:
     """Compile one program as the runner would on a chip of `topology`, its pool filling the memory."""
     key = PROGRAMS[program]
     kind, batch, _ = key
-    decoder = abstract_decoder(model, DTYPE)
+    decoder = abstract_decoder(model, DTYPE, quantization)
     leaves = jax.tree.leaves(nnx.split(decoder)[1])
     token = kv_bytes_per_token(model, DTYPE, XLA_TPU.pool_lanes)
     num_pages, max_model_len = fit_pool(
@@ -160,10 +165,12 @@ def measure(name: str, model: ModelConfig, topology: str, device: Any, program: 
     stacks = {size * n for size in matrices for n in (1, model.num_layers)}
     layer = math.prod(kv.keys.shape[1:])
     width = jnp.dtype(DTYPE).itemsize
+    of_layer = num_bytes(leaf.update(shape=leaf.shape[1:]) for leaf in leaves if len(leaf.shape) == 3)
+    of_table = num_bytes(leaf for leaf in leaves if leaf.shape[0] == model.vocab_size)
     logits_bytes = batch * model.vocab_size * 4
     if is_forward:
         block = batch * min(BLOCK_TOKENS, max_model_len) * (token // model.num_layers)
-        ideal_counted = (table + sum(matrices)) * width + block + logits_bytes
+        ideal_counted = of_table + of_layer + block + logits_bytes
         live = sum(min(LIVE_TOKENS, layer.window or LIVE_TOKENS) for layer in model.layers)
         ideal_step = num_bytes(leaves) + batch * live * (token // model.num_layers)
     else:
@@ -181,7 +188,8 @@ def measure(name: str, model: ModelConfig, topology: str, device: Any, program: 
 
 
 def num_bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    leaves = list(tree) if isinstance(tree, Iterator) else jax.tree.leaves(tree)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 def rows_are_lanes(model: ModelConfig) -> bool:

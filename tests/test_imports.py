@@ -25,7 +25,7 @@ ALLOWED = {
     "tokenizer": {"errors"},
     "grammar": {"tokenizer", *FOUNDATION},
     "tools": {"grammar", *FOUNDATION},
-    "weights": {"models", "tokenizer", "errors"},
+    "weights": {"models", "ops.quant", "tokenizer", "errors"},
     "engine": {"tokenizer", *FOUNDATION},
     "parallel": {"errors"},
     "runtime": {"models", "ops", "native", "parallel", "engine.plan", "engine.config", *FOUNDATION},

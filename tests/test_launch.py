@@ -25,6 +25,7 @@ from jaxserve.errors import (
 from jaxserve.launch import LaunchOptions, LoadedEngine, compile_cache_folder, load_engine
 from jaxserve.tokenizer import load
 from jaxserve.types import Event, Request, SamplingParams
+from jaxserve.weights.convert import convert
 from jaxserve.weights.gguf import GGUFSource
 from tests.models.tiny import LLAMA, hf_tensors, write_gguf, write_hf
 
@@ -189,6 +190,36 @@ def test_deterministic_reaches_the_steps_and_answers_the_same(launch, options):
     first, last = answers.ask(loaded, "hello", params)
     again, last_again = answers.ask(loaded, "hello", params)
     assert (again, last_again.logprobs) == (first, last.logprobs)
+
+
+def test_int8_weights_are_served_from_floats_and_from_a_converted_folder_alike(
+    launch, options, tmp_path, caplog
+):
+    caplog.set_level("INFO", "jaxserve.launch")
+    folder = convert(options.model, tmp_path / "int8", dtype="float32", quantization="int8-channel")
+    floats, answered = launch(options)[0].memory.weights_bytes, []
+    chosen = replace(options, deterministic=True)
+    for one in (replace(chosen, quantization="int8-channel"), replace(chosen, model=str(folder))):
+        loaded, answers = launch(one)
+        ids, last = answers.ask(loaded, "hello", replace(GREEDY, logprobs=0))
+        answered.append((ids, last.logprobs))
+        # Of float32 a quarter, with the scales and what stays as it is.
+        assert floats / 4 < loaded.memory.weights_bytes < floats / 3
+    assert answered[0] == answered[1]
+    assert caplog.text.count("float32 with int8-channel weights") == 2
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [("int8", r"layers\.mlp\.down\.weight has rows of 40 weights.*use int8-channel"),
+     ("fp4", "quantization 'fp4' is not supported: one of int8, int8-channel")],
+)  # fmt: skip
+def test_a_quantization_that_does_not_suit_the_model_is_an_error_before_it_is_loaded(
+    options, quantization, message, monkeypatch
+):
+    monkeypatch.setattr(GGUFSource, "read_rows", lambda *_: pytest.fail("a tensor is read"))
+    with pytest.raises(ConfigError, match=message):
+        load_engine(replace(options, quantization=quantization), deliver=lambda events: None)
 
 
 def test_compilations_are_no_longer_counted_once_the_engine_is_stopped(options):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from jaxserve.commands.console import ConsoleProgress
-from jaxserve.commands.flags import HelpFormatter
+from jaxserve.commands.flags import HelpFormatter, add_quantization
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -22,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the converted weights"
     )
+    add_quantization(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there already")
     parser.set_defaults(run=run)
 
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
     with ConsoleProgress() as progress:
         path = convert(
-            args.src, args.dst, dtype=args.dtype, progress=progress, overwrite=args.overwrite
-        )
+            args.src, args.dst, dtype=args.dtype, quantization=args.quantization, progress=progress,
+            overwrite=args.overwrite,
+        )  # fmt: skip
     print(path)
     return 0

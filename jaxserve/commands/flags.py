@@ -82,6 +82,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> N
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
         help="of weights and activations",
     )
+    add_quantization(model)
     model.add_argument(
         "--chat-template", type=Path, metavar="FILE",
         help="jinja2 template for chats, in place of the model's own; or the name of one of these, to use it "
@@ -173,6 +174,7 @@ def launch_options(args: argparse.Namespace, **more: Any) -> LaunchOptions:
     return LaunchOptions(
         model=args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -194,6 +196,14 @@ def launch_options(args: argparse.Namespace, **more: Any) -> LaunchOptions:
         chat_template=args.chat_template,
         generation_config=args.generation_config,
         **more,
+    )
+
+
+def add_quantization(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--quantization", choices=("int8", "int8-channel"),
+        help="keep dense weights in int8: with a scale for 32 of them, or for each output channel; "
+        "default: as the model is converted, floats where it isn't",
     )
 
 

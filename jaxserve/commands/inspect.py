@@ -52,6 +52,8 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     for dtype, one in found.types.items():
         share = f"{one.tensors} tensor{'s'[: one.tensors != 1]}, {_size(one.nbytes)}"
         yield f"  {dtype}", f"{share}, {8 * one.nbytes / one.values:.2f} bits a value"
+    if found.quantization is not None:
+        yield "quantization", f"{found.quantization}, in which it is served"
     if (config := found.config) is not None:
         yield "context", f"{config.max_position} tokens"
         yield "layers", f"{config.num_layers} of width {config.hidden_size}"

@@ -23,6 +23,7 @@ from jaxserve.ops.backend import Backend
 from jaxserve.ops.moe import mix_experts, route
 from jaxserve.ops.norm import rms_norm
 from jaxserve.ops.paging import write_indices
+from jaxserve.ops.quant import Int8, Matrix, is_quantised, scale_shape
 from jaxserve.ops.rope import apply_rope, rope_angles
 
 DType = Any  # what jnp.zeros takes: jnp.bfloat16, "float32"
@@ -61,18 +62,36 @@ class Places(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """A dense layer: weight [out, in], or [L, out, in] for all layers at once; a bias [L, out] is float32."""
+    """A dense layer: weight [out, in], or [L, out, in] for all layers at once; a bias [L, out] is float32.
+
+    In int8 it has a float32 `scale` [..., out, in / group] too; see ops/quant.py.
+    """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DType, *, bias: bool = False):
         self.weight = nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
+        self.scale: nnx.Param | None = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(shape[:-1], jnp.float32), logical_axes=axes[:-1]) if bias else None
+        self.axes = axes
+
+    def quantise(self, name: str, quantization: str) -> None:
+        """Have int8 weights. `name` is that of the weight, for the error if it can't."""
+        shape = self.weight.shape
+        scales = scale_shape(name, shape, quantization)
+        axes = (*self.axes[:-1], "one" if scales[-1] == 1 else self.axes[-1])
+        self.weight = nnx.Param(jnp.zeros(shape, jnp.int8), logical_axes=self.axes)
+        self.scale = nnx.Param(jnp.zeros(scales, jnp.float32), logical_axes=axes)
+
+    @property
+    def matrix(self) -> Matrix:
+        """The weight as a backend takes it."""
+        return self.weight[...] if self.scale is None else Int8(self.weight[...], self.scale[...])
 
     def __call__(
         self, x: jax.Array, backend: Backend, layer: jax.Array | None = None, *, out_dtype: DType = None
     ) -> jax.Array:
         if self.bias is None:
-            return backend.linear(x, self.weight[...], layer, out_dtype=out_dtype)
-        y = backend.linear(x, self.weight[...], layer, out_dtype=jnp.float32)
+            return backend.linear(x, self.matrix, layer, out_dtype=out_dtype)
+        y = backend.linear(x, self.matrix, layer, out_dtype=jnp.float32)
         bias = self.bias[...] if layer is None else self.bias[...][layer]
         return (y + bias).astype(x.dtype if out_dtype is None else out_dtype)
 
@@ -256,7 +275,8 @@ class Decoder(nnx.Module):
         """Run the layers over `batch`, writing keys and values. Returns float32 hidden states [B, Q, H]."""
         config = self.config
         places = _find_places(config, batch, page_size)
-        x = backend.rows(self.embedding.weight[...], batch.tokens).astype(self.dtype)  # [B, Q, H]
+        rows = backend.rows(self.embedding.matrix, batch.tokens, config.hidden_size)  # [B, Q, H]
+        x = rows.astype(self.dtype)
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         return self.layers.run(x.astype(jnp.float32), kv, places, backend)
@@ -312,6 +332,19 @@ def _frequencies(dim: int, theta: float | None, rope: RopeScaling) -> np.ndarray
     return frequencies(dim, theta) / np.array(rope.factors or 1.0)
 
 
-def abstract_decoder(config: ModelConfig, dtype: DType) -> Decoder:
-    """The decoder with ShapeDtypeStructs for weights: names and shapes at no cost in memory."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype))
+def abstract_decoder(config: ModelConfig, dtype: DType, quantization: str | None = None) -> Decoder:
+    """The decoder with ShapeDtypeStructs for weights: names and shapes at no cost in memory.
+
+    `quantization` is one of ops/quant.py's. Raises ConfigError where it does not suit a matrix.
+    """
+
+    def build() -> Decoder:
+        decoder = Decoder(config, dtype)
+        if quantization is not None:
+            for path, module in list(nnx.iter_modules(decoder)):
+                name = ".".join(map(str, (*path, "weight")))
+                if isinstance(module, Linear) and is_quantised(name, module.weight.shape):
+                    module.quantise(name, quantization)
+        return decoder
+
+    return nnx.eval_shape(build)

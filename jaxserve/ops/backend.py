@@ -14,18 +14,19 @@ from jaxserve.ops.attention.reference import paged_attention_xla
 from jaxserve.ops.gate import gate_xla
 from jaxserve.ops.linear import linear_xla
 from jaxserve.ops.paging import write_kv
+from jaxserve.ops.quant import Int8, Matrix, quantised_rows
 
 CHOICES = ("auto", "native", "xla")
 HEADS = ("embedding.weight", "lm_head.weight")  # matrices [V, H] that give logits, or may
 NATIVE_HEAD_DIM = 16  # the native attention kernel takes heads of a multiple of so many values
 
 
-def _as_it_is(name: str, weight: jax.Array) -> jax.Array:
+def _as_it_is(name: str, weight: Matrix) -> Matrix:
     return weight
 
 
-def _rows(weight: jax.Array, numbers: jax.Array) -> jax.Array:
-    return weight[numbers]
+def _rows(weight: Matrix, numbers: jax.Array, width: int) -> jax.Array:
+    return quantised_rows(weight, numbers) if isinstance(weight, Int8) else weight[numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,13 @@ class Backend:
     linear_name: str
     attention: Callable[..., jax.Array]  # paged_attention_xla's signature
     linear: Callable[..., jax.Array]  # linear_xla's signature
-    # (parameter's name, weight) -> what `linear` reads in its place, perhaps of another shape and dtype
-    prepare: Callable[[str, jax.Array], jax.Array] = _as_it_is
+    # (parameter's name, weight) -> what `linear` reads in its place, perhaps of another shape and dtype;
+    # an Int8 stays one
+    prepare: Callable[[str, Matrix], Matrix] = _as_it_is
     gate: Callable[[jax.Array, str], jax.Array] = gate_xla
     write_kv: Callable[..., jax.Array] = write_kv  # ops/paging.py's signature
     zeros: Callable[[Sequence[int], DTypeLike], jax.Array] = jnp.zeros  # (shape, dtype), for the KV pool
-    rows: Callable[[jax.Array, jax.Array], jax.Array] = _rows  # of a prepared matrix [N, K], by number
+    rows: Callable[[Matrix, jax.Array, int], jax.Array] = _rows  # (prepared [N, K], their numbers, K)
     pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
 
 
@@ -103,13 +105,16 @@ def choose(
     )
 
 
-def _pack(name: str, weight: jax.Array) -> jax.Array:
+def _pack(name: str, weight: Matrix) -> Matrix:
     """Weights of dense layers in the order of the native kernel, where it takes their shape.
 
-    The output head too, and a tied embedding with it, in bfloat16: `_native_rows` finds its rows again.
+    The output head too, and a tied embedding with it, in bfloat16 and int8: `_native_rows` finds its rows
+    again.
     """
     from jaxserve import native
 
+    if isinstance(weight, Int8):
+        return _pack_int8(name, weight)
     if native.packable(weight.shape, weight.dtype):
         return native.pack(weight)
     if name in HEADS and weight.dtype == jnp.bfloat16 and native.packable((1, *weight.shape), weight.dtype):
@@ -117,11 +122,30 @@ def _pack(name: str, weight: jax.Array) -> jax.Array:
     return weight
 
 
+def _pack_int8(name: str, weight: Int8[jax.Array]) -> Int8[jax.Array]:
+    from jaxserve import native
+
+    values, scales = weight
+    group, is_head = values.shape[-1] // scales.shape[-1], name in HEADS
+    stacked = (1, *values.shape) if is_head else values.shape
+    if not native.packable_int8(stacked, group):
+        return weight
+    packed = native.pack_int8(values.reshape(stacked), scales.reshape(*stacked[:-1], -1))
+    return Int8(packed[0] if is_head else packed, jnp.zeros(0, jnp.float32))
+
+
 def _native_linear(
-    x: jax.Array, weight: jax.Array, layer: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
+    x: jax.Array, weight: Matrix, layer: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
 ) -> jax.Array:
     from jaxserve import native
 
+    if isinstance(weight, Int8):
+        if not weight.is_packed:
+            return linear_xla(x, weight, layer, out_dtype=out_dtype)
+        packed = weight.values
+        if layer is None:
+            packed, layer = packed[None], jnp.int32(0)
+        return native.linear_int8(x, packed, layer, out_dtype=out_dtype)
     if layer is None and weight.dtype == jnp.int16:
         return native.linear_packed(x, weight[None], jnp.int32(0), out_dtype=out_dtype)
     if layer is not None and (weight.dtype == jnp.int16 or native.packable(weight.shape, weight.dtype)):
@@ -129,10 +153,15 @@ def _native_linear(
     return native.linear(x, weight, layer, out_dtype=out_dtype)
 
 
-def _native_rows(weight: jax.Array, numbers: jax.Array) -> jax.Array:
+def _native_rows(weight: Matrix, numbers: jax.Array, width: int) -> jax.Array:
     from jaxserve import native
 
-    return native.packed_rows(weight, numbers) if weight.dtype == jnp.int16 else weight[numbers]
+    if isinstance(weight, Int8):
+        if weight.is_packed:
+            return native.int8_rows(weight.values, numbers, width)
+    elif weight.dtype == jnp.int16:
+        return native.packed_rows(weight, numbers)
+    return _rows(weight, numbers, width)
 
 
 def _native_gate(x: jax.Array, activation: str) -> jax.Array:

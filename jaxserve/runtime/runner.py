@@ -24,6 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import DType, abstract_decoder
 from jaxserve.models.rope_scaling import at_length
 from jaxserve.ops.backend import Backend
+from jaxserve.ops.quant import SCALE, Int8, scale_name
 from jaxserve.runtime import batch as layout
 from jaxserve.runtime import logprobs as scoring
 from jaxserve.runtime import pooling, shaping
@@ -77,6 +78,7 @@ class ModelRunner:
         backend: Backend,
         *,
         dtype: DType,
+        quantization: str | None = None,
         cache: Path | None = None,
         progress: Progress | None = None,
     ):
@@ -84,9 +86,11 @@ class ModelRunner:
         self.model, self.config, self.backend = model, config, backend
         if config.deterministic:
             require_deterministic_device()
-        decoder = abstract_decoder(model, dtype)
+        decoder = abstract_decoder(model, dtype, quantization)
         self._leaves = prepare_params(decoder, params, backend)
-        name = fingerprint(model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)))
+        name = fingerprint(
+            model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)), quantization
+        )
         executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
         prepare = partial(
@@ -298,9 +302,15 @@ def param_names(decoder: Any) -> list[str]:
 def prepare_params(decoder: Any, params: dict[str, jax.Array], backend: Backend) -> list[jax.Array]:
     """`order_params`, in the form that the backend reads. Empties `params` as it goes on."""
     leaves = order_params(decoder, params)
-    for i, name in enumerate(param_names(decoder)):
+    places = {name: i for i, name in enumerate(param_names(decoder))}
+    scales = {name: places[scale_name(name)] for name in places if scale_name(name) in places}
+    for name, i in places.items():
         del params[name]
-        leaves[i] = jax.block_until_ready(backend.prepare(name, leaves[i]))
+        if name in scales:
+            j = scales[name]
+            leaves[i], leaves[j] = jax.block_until_ready(backend.prepare(name, Int8(leaves[i], leaves[j])))
+        elif not name.endswith(SCALE):
+            leaves[i] = jax.block_until_ready(backend.prepare(name, leaves[i]))
     return leaves
 
 

@@ -26,9 +26,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.errors import WeightsError
+from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.models.config import ModelConfig
-from jaxserve.weights.loader import ALIGNMENT, aligned_empty, param_dtype
+from jaxserve.ops.quant import scale_name
+from jaxserve.weights.loader import ALIGNMENT, arrays_of, empty_param, fill, held_arrays, rows_of
 from jaxserve.weights.manifest import MANIFEST, FileCheck, Manifest, read_manifest
 from jaxserve.weights.orbax_io import OrbaxError, call_orbax
 from jaxserve.weights.progress import Progress, watch_folder
@@ -45,6 +46,7 @@ def write_checkpoint(
     config: ModelConfig,
     *,
     dtype: str,
+    quantization: str | None = None,
     source: str,
     progress: Progress | None = None,
 ) -> None:
@@ -75,13 +77,14 @@ def write_checkpoint(
         call_orbax(save)
     except OrbaxError as error:
         raise WeightsError(f"writing the checkpoint failed: {error}") from error
-    shapes = {name: array.shape for name, array in params.items()}
+    scales = {scale_name(name) for name in params}
+    shapes = {name: array.shape for name, array in params.items() if name not in scales}
     files = {
         str(path.relative_to(folder)): FileCheck.of(path)
         for path in sorted((folder / PARAMS).rglob("*"))
         if path.is_file()
     }
-    manifest = Manifest(config, dtype, source, shapes, files)
+    manifest = Manifest(config, dtype, quantization, source, shapes, files)
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1) + "\n")
 
 
@@ -102,27 +105,43 @@ def _key(piece: int) -> str:
 
 
 def load_checkpoint_params(
-    folder: Path, dtype: str, *, manifest: Manifest | None = None, progress: Progress | None = None
+    folder: Path,
+    dtype: str,
+    *,
+    quantization: str | None = None,
+    manifest: Manifest | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, jax.Array]:
     """Every parameter, by name, on the first device. Raises as `read_checkpoint_params` does."""
     device = jax.devices()[0]
-    return {
-        name: jax.device_put(array, device)
-        for name, array in read_checkpoint_params(folder, dtype, manifest=manifest, progress=progress)
-    }
+    found = read_checkpoint_params(
+        folder, dtype, quantization=quantization, manifest=manifest, progress=progress
+    )
+    return {name: jax.device_put(array, device) for name, array in found}
 
 
 def read_checkpoint_params(
-    folder: Path, dtype: str, *, manifest: Manifest | None = None, progress: Progress | None = None
+    folder: Path,
+    dtype: str,
+    *,
+    quantization: str | None = None,
+    manifest: Manifest | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and arrays of the parameters, one by one, cast to `dtype` where they were stored in another.
+    """Names and arrays of the parameters, one by one, as loader's `read_params` gives them.
 
-    Memory beside the array: what orbax has in flight. Raises WeightsError for a checkpoint that is
-    corrupt, truncated, or not what its manifest says.
+    They are cast to `dtype` where they were stored in another, and quantised where they weren't; None takes
+    them as they are. Memory beside the array: what orbax has in flight. Raises WeightsError for a checkpoint
+    that is corrupt, truncated, or not what its manifest says; ConfigError for one that is quantised
+    otherwise.
     """
     from orbax.checkpoint.experimental import v1 as ocp  # takes half a second
 
-    shapes = (manifest or read_manifest(folder)).shapes
+    manifest = manifest or read_manifest(folder)
+    quantization = agreed_quantization(folder, manifest.quantization, quantization)
+    stored_arrays = held_arrays(manifest.shapes, manifest.dtype, manifest.quantization)
+    held = held_arrays(manifest.shapes, dtype, quantization)
+    shapes = {name: array.shape for name, array in stored_arrays.items()}
     path = (folder / PARAMS).absolute()
     context = ocp.Context()
     context.pytree.loading.partial_load = True
@@ -137,20 +156,35 @@ def read_checkpoint_params(
     stored = call(lambda: ocp.metadata(path).metadata)
     _check_shapes(path, stored, shapes)
     context.memory.read_concurrent_bytes = _budget(_nbytes(piece) for piece in jax.tree.leaves(stored))
-    for i, (name, shape) in enumerate(shapes.items()):
+    for i, name in enumerate(shapes):
         if progress is not None:
             progress("loading weights", i, len(shapes))
-        array, row = aligned_empty(shape, param_dtype(name, shape, dtype)), 0
+        # Stored scales are read by themselves, and so are their weights.
+        out = empty_param(name, held if manifest.quantization is None else {name: held[name]})
+        row = 0
         for group in _groups(stored[name]):
             abstract = {key: np.empty(leaf.shape, leaf.dtype) for key, leaf in group.items()}
             loaded = call(partial(ocp.load, path, {name: abstract}))[name]
             for key in group:
                 end = row + len(loaded[key])
-                array[row:end] = loaded[key]
+                fill(rows_of(out, row, end), loaded[key])
                 row = end
-        yield name, array
+        yield from arrays_of(name, out)
     if progress is not None:
         progress("loading weights", len(shapes), len(shapes))
+
+
+def agreed_quantization(path: Path, stored: str | None, asked: str | None) -> str | None:
+    """How weights that are `stored` as one are to be served as `asked`, None being no wish.
+
+    Raises ConfigError where they are stored in int8 of another kind.
+    """
+    if stored is not None and asked not in (None, stored):
+        raise ConfigError(
+            f"quantization={asked}: {path} is stored as {stored}, and is served as that without the option; "
+            f"for {asked}, convert what it was made from again"
+        )
+    return stored or asked
 
 
 def _check_shapes(path: Path, stored: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from math import prod
 from pathlib import Path
 
 from jaxserve.errors import WeightsError
 from jaxserve.weights.checkpoint import write_checkpoint
-from jaxserve.weights.loader import param_dtype
+from jaxserve.weights.loader import held_bytes
 from jaxserve.weights.manifest import is_checkpoint
-from jaxserve.weights.model_files import CHECKPOINTS, open_model
+from jaxserve.weights.model_files import CHECKPOINTS, open_model, served_quantization
 from jaxserve.weights.progress import Progress
 from jaxserve.weights.staging import require_space, staging_folder, sync, sync_tree
 
@@ -22,13 +21,15 @@ def convert(
     dst: str | Path,
     *,
     dtype: str = "bfloat16",
+    quantization: str | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
     checkpoints: Path = CHECKPOINTS,
 ) -> Path:
     """Write the model `src` (see `open_model`) to the folder `dst`, with all that its files say of text.
 
-    That is the tokenizer, the chat templates and how it wants to be sampled.
+    That is the tokenizer, the chat templates and how it wants to be sampled. Dense weights are int8 with a
+    `quantization` of ops/quant.py, or where `src` is a checkpoint of such; the folder is then served so.
     `dst` appears when it is complete, by one rename; an interrupted conversion leaves at most a hidden
     folder beside it, which the next one removes. Host memory stays near the size of the result plus one
     tensor. Raises WeightsError, also when `dst` is there already (unless `overwrite`, which replaces a
@@ -42,9 +43,8 @@ def convert(
     _check_target(dst, overwrite)
     model = open_model(src, checkpoints=checkpoints)
     try:
-        shapes = model.param_shapes.items()
-        nbytes = sum(prod(shape) * param_dtype(name, shape, dtype).itemsize for name, shape in shapes)
-        require_space(dst, nbytes + OVERHEAD_BYTES)
+        quantization = served_quantization(model, quantization)
+        require_space(dst, held_bytes(model.param_shapes, dtype, quantization) + OVERHEAD_BYTES)
         with staging_folder(dst) as staging:
             work = staging / dst.name
             work.mkdir()
@@ -52,10 +52,11 @@ def convert(
             load.save(model.load_tokenizer(), work)
             write_templates(model.chat_templates(), work)
             write_generation(model.generation_config(), work)
-            params = dict(model.read_params(dtype, progress))
+            params = dict(model.read_params(dtype, progress, quantization))
             write_checkpoint(
-                work, params, model.config, dtype=dtype, source=model.path.name, progress=progress
-            )
+                work, params, model.config, dtype=dtype, quantization=quantization, source=model.path.name,
+                progress=progress,
+            )  # fmt: skip
             sync_tree(work)
             if dst.exists():
                 dst.rename(staging / "replaced")

@@ -13,7 +13,7 @@ from jaxserve.errors import JaxserveError, WeightsError
 from jaxserve.models.config import ModelConfig, RopeScaling
 from jaxserve.models.registry import family_for
 from jaxserve.weights.gguf import GGUFSource
-from jaxserve.weights.loader import param_dtype
+from jaxserve.weights.loader import held_arrays
 from jaxserve.weights.manifest import is_checkpoint, read_manifest
 from jaxserve.weights.model_files import CHECKPOINTS, find_model, open_model
 from jaxserve.weights.safetensors import SafetensorsSource
@@ -48,6 +48,7 @@ class Inspection:
     parameters: int | None
     nbytes: int | None  # of all tensors, as stored
     types: dict[str, StoredAs]
+    quantization: str | None  # of an orbax folder, and so what it is served in
     config: ModelConfig | None
     tokenizer: TokenizerInfo | None
     chat_templates: dict[str, str]  # sources by name
@@ -98,6 +99,7 @@ def inspect_model(model: str | Path, *, checkpoints: Path = CHECKPOINTS) -> Insp
         parameters=count or (sum(one.values for one in types.values()) if types else None),
         nbytes=sum(one.nbytes for one in types.values()) if types else None,
         types=types,
+        quantization=description.quantization,
         config=config,
         tokenizer=tokenizer,
         chat_templates=templates,
@@ -111,6 +113,7 @@ class _Description:
     family: str | None = None
     types: dict[str, StoredAs] = field(default_factory=dict)
     metadata: Mapping[str, Any] | None = None  # of a GGUF file
+    quantization: str | None = None
 
 
 def _format(path: Path) -> str:
@@ -123,11 +126,11 @@ def _describe(path: Path) -> _Description:
     """What can be said without knowing the family. Raises WeightsError."""
     if _format(path) == "orbax":
         manifest = read_manifest(path)
-        arrays = [
-            (param_dtype(name, shape, manifest.dtype), shape) for name, shape in manifest.shapes.items()
-        ]
-        stored = ((dtype.name, prod(shape), prod(shape) * dtype.itemsize) for dtype, shape in arrays)
-        return _Description(None, manifest.config.family, _by_type(stored))
+        held = held_arrays(manifest.shapes, manifest.dtype, manifest.quantization).values()
+        stored = ((one.dtype.name, one.size, one.size * one.dtype.itemsize) for one in held)
+        return _Description(
+            None, manifest.config.family, _by_type(stored), quantization=manifest.quantization
+        )
     source = GGUFSource(path) if _format(path) == "gguf" else SafetensorsSource(path)
     source.close()  # headers are all that is needed
     types = _by_type((info.dtype, prod(info.shape), info.nbytes) for info in source.tensors.values())

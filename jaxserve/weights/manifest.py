@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.models.config import ModelConfig
-from jaxserve.weights.loader import serving_dtype
+from jaxserve.weights.loader import held_arrays
 from jaxserve.weights.safetensors import read_json
 
 FORMAT_VERSION = 1
@@ -32,7 +32,8 @@ class Manifest:
     """What jaxserve.json says."""
 
     config: ModelConfig
-    dtype: str  # of the matrices; vectors are float32
+    dtype: str  # of the matrices that are not quantised; vectors are float32
+    quantization: str | None  # see ops/quant.py; folders made before there was any don't say
     source: str  # file name of what was converted
     shapes: dict[str, tuple[int, ...]]  # by parameter name
     files: dict[str, FileCheck]  # relative path -> what to expect, for all of params/
@@ -41,6 +42,7 @@ class Manifest:
         return {
             "format_version": FORMAT_VERSION,
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "source": self.source,
             "config": self.config.to_json(),
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
@@ -64,11 +66,12 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(
             config=ModelConfig.from_json(data["config"]),
             dtype=data["dtype"],
+            quantization=data.get("quantization"),
             source=str(data["source"]),
             shapes={name: tuple(int(n) for n in shape) for name, shape in data["parameters"].items()},
             files={name: FileCheck(*check) for name, check in data["files"].items()},
         )
-        serving_dtype(manifest.dtype)
+        held_arrays(manifest.shapes, manifest.dtype, manifest.quantization)  # which they suit
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise WeightsError(f"{path}: corrupt: {_first_line(error)}: convert again") from error
     for name, expected in manifest.files.items():

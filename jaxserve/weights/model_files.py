@@ -13,10 +13,14 @@ from jaxserve.errors import WeightsError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import fitted
 from jaxserve.models.registry import family_for, family_named
-from jaxserve.weights.checkpoint import load_checkpoint_params, read_checkpoint_params
+from jaxserve.weights.checkpoint import (
+    agreed_quantization,
+    load_checkpoint_params,
+    read_checkpoint_params,
+)
 from jaxserve.weights.gguf import GGUFSource
 from jaxserve.weights.gguf_parts import model_name
-from jaxserve.weights.loader import check_tensors, load_params, read_params
+from jaxserve.weights.loader import check_tensors, known_quantization, load_params, read_params
 from jaxserve.weights.manifest import is_checkpoint, read_manifest
 from jaxserve.weights.progress import Progress
 from jaxserve.weights.quantised import dequantised
@@ -38,12 +42,21 @@ class ModelFiles(Protocol):
     name: str  # what to call the model when nobody says otherwise
     config: ModelConfig
     param_shapes: dict[str, tuple[int, ...]]  # by parameter name
+    quantization: str | None  # that the weights are stored in, one of ops/quant.py's
 
-    def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
-        """Parameters by flat name on the first device; matrices in `dtype`, vectors in float32."""
+    def load_params(
+        self, dtype: str, progress: Progress | None = None, quantization: str | None = None
+    ) -> dict[str, jax.Array]:
+        """Parameters by flat name on the first device; matrices in `dtype`, vectors in float32.
+
+        With `quantization`, or where they are stored so, dense weights are int8, and their scales are
+        parameters too: loader's `held_arrays` of `served_quantization`, whose errors it raises.
+        """
         ...
 
-    def read_params(self, dtype: str, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    def read_params(
+        self, dtype: str, progress: Progress | None = None, quantization: str | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """The same, one by one, in host memory; the receiver may keep them."""
         ...
 
@@ -72,6 +85,14 @@ def open_model(model: str | Path, *, checkpoints: Path = CHECKPOINTS) -> ModelFi
     if path.suffix == ".safetensors":
         raise WeightsError(f"{path}: name its folder, which also holds config.json and the tokenizer")
     return _Unconverted(SafetensorsSource(path) if path.is_dir() else GGUFSource(path))
+
+
+def served_quantization(files: ModelFiles, asked: str | None) -> str | None:
+    """What a model's weights are served in when `asked` for one, or, with None, for none.
+
+    Raises ConfigError for one that jaxserve does not have, or that its weights can't be had in any more.
+    """
+    return agreed_quantization(files.path, files.quantization, known_quantization(asked))
 
 
 def find_model(model: str | Path, *, checkpoints: Path = CHECKPOINTS) -> Path:
@@ -116,12 +137,21 @@ class _Unconverted:
             source.close()
             raise error if str(self.path) in str(error) else WeightsError(f"{self.path}: {error}") from error
         self.param_shapes = {rule.param: tuple(rule.shape) for rule in self._rules}
+        self.quantization: str | None = None  # what files hold otherwise is dequantised as it is read
 
-    def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
-        return load_params(self.source, self._rules, self._ignored, dtype, progress=progress)
+    def load_params(
+        self, dtype: str, progress: Progress | None = None, quantization: str | None = None
+    ) -> dict[str, jax.Array]:
+        return load_params(
+            self.source, self._rules, self._ignored, dtype, quantization=quantization, progress=progress
+        )
 
-    def read_params(self, dtype: str, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        return read_params(self.source, self._rules, self._ignored, dtype, progress=progress)
+    def read_params(
+        self, dtype: str, progress: Progress | None = None, quantization: str | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        return read_params(
+            self.source, self._rules, self._ignored, dtype, quantization=quantization, progress=progress
+        )
 
     def load_tokenizer(self) -> Tokenizer:
         from jaxserve.tokenizer import load
@@ -156,7 +186,7 @@ class _Converted:
         self.format: Literal["gguf", "safetensors", "orbax"] = "orbax"
         self.name = _folder_name(path)
         self._manifest = read_manifest(path)
-        self.config = self._manifest.config
+        self.config, self.quantization = self._manifest.config, self._manifest.quantization
         # Names and shapes of parameters are the same whatever the format they came from.
         rules = family_named(self.config.family).rules("safetensors", self.config)
         self.param_shapes = {rule.param: tuple(rule.shape) for rule in rules}
@@ -168,11 +198,19 @@ class _Converted:
                     "convert again"
                 )
 
-    def load_params(self, dtype: str, progress: Progress | None = None) -> dict[str, jax.Array]:
-        return load_checkpoint_params(self.path, dtype, manifest=self._manifest, progress=progress)
+    def load_params(
+        self, dtype: str, progress: Progress | None = None, quantization: str | None = None
+    ) -> dict[str, jax.Array]:
+        return load_checkpoint_params(
+            self.path, dtype, quantization=quantization, manifest=self._manifest, progress=progress
+        )
 
-    def read_params(self, dtype: str, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        return read_checkpoint_params(self.path, dtype, manifest=self._manifest, progress=progress)
+    def read_params(
+        self, dtype: str, progress: Progress | None = None, quantization: str | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        return read_checkpoint_params(
+            self.path, dtype, quantization=quantization, manifest=self._manifest, progress=progress
+        )
 
     def load_tokenizer(self) -> Tokenizer:
         from jaxserve.tokenizer import load

@@ -30,6 +30,9 @@ def test_convert_passes_its_flags_on(monkeypatch, capsys):
         return dst
 
     monkeypatch.setattr("jaxserve.weights.convert.convert", convert)
-    assert cli.main(["convert", "a.gguf", "out", "--dtype", "float32", "--overwrite"]) == 0
-    assert seen == {"src": "a.gguf", "dst": Path("out"), "dtype": "float32", "overwrite": True}
+    flags = ["--dtype", "float32", "--quantization", "int8", "--overwrite"]
+    assert cli.main(["convert", "a.gguf", "out", *flags]) == 0
+    assert seen == {
+        "src": "a.gguf", "dst": Path("out"), "dtype": "float32", "quantization": "int8", "overwrite": True,
+    }  # fmt: skip
     assert capsys.readouterr().out == "out\n"

@@ -33,7 +33,8 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
     argv = (
         "serve m --host 0.0.0.0 --port 0 --served-model-name a b --max-model-len 99 --max-num-seqs 3 "
         "--max-num-batched-tokens 77 --max-num-queued-reqs 5 --block-size 8 --kv-cache-memory 2GiB "
-        f"--dtype float32 --attention-backend xla --linear-backend native --chat-template {tmp_path}/t "
+        "--dtype float32 --quantization int8-channel --attention-backend xla --linear-backend native "
+        f"--chat-template {tmp_path}/t "
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
         "--no-enable-prefix-caching --admission reserve "
         "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority --step-timeout 9 "
@@ -41,8 +42,8 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
-        "model": "m", "dtype": "float32", "max_model_len": 99, "max_num_seqs": 3,
-        "max_num_batched_tokens": 77, "max_num_queued_reqs": 5, "block_size": 8,
+        "model": "m", "dtype": "float32", "quantization": "int8-channel", "max_model_len": 99,
+        "max_num_seqs": 3, "max_num_batched_tokens": 77, "max_num_queued_reqs": 5, "block_size": 8,
         "kv_cache_memory": 2**31, "attention_backend": "xla", "linear_backend": "native",
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,
         "admission": "reserve", "max_queued_tokens": 900, "queue_timeout": 2.5,

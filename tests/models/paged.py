@@ -29,8 +29,14 @@ def load(path: Path) -> tuple[ModelConfig, dict[str, jax.Array]]:
 class Decoder:
     """A loaded decoder, run over pages: sequences are rows, fed in chunks of at most `queries`."""
 
-    def __init__(self, model: ModelConfig, params: dict[str, jax.Array], backend: Backend = XLA):
-        decoder = abstract_decoder(model, "float32")
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: dict[str, jax.Array],
+        backend: Backend = XLA,
+        quantization: str | None = None,
+    ):
+        decoder = abstract_decoder(model, "float32", quantization)
         graph, abstract = nnx.split(decoder)
         structure = jax.tree.structure(abstract)
         self._leaves = prepare_params(decoder, dict(params), backend)
