@@ -45,8 +45,12 @@ def close(got: np.ndarray, wanted: list[float]) -> None:
     ("name", "backend"), [*((name, "xla") for name in CASES), *((name, "auto") for name in NATIVE)]
 )
 def test_prefill_chunks_and_decode_give_what_transformers_gave(name, backend, tmp_path):
-    case = recorded(name)
-    config, params = load(written(case, tmp_path / "model"))
+    check_runs(recorded(name), backend, tmp_path)
+
+
+def check_runs(case: dict[str, Any], backend: str, folder: Path) -> None:
+    """The case's prompts whole, in chunks and a token at a time are answered as its runs say."""
+    config, params = load(written(case, folder / "model"))
     chosen = choose(backend, backend, head_dim=config.head_dim, features=config.attention_features)
     decoders: dict[ModelConfig, Decoder] = {}  # two, where the length of the context makes a difference
     for run in case["runs"].values():
