@@ -31,6 +31,7 @@ from jaxserve.weights.model_files import ModelFiles, open_model, served_quantiza
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
+KV_CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class LaunchOptions:
     """What a user may choose. Fields are named as the flags of `jaxserve serve`; None means a default."""
 
     model: str  # a name in checkpoints/, a .gguf file, or a folder
-    dtype: str = "auto"  # of weights, activations and KV cache
+    dtype: str = "auto"  # of weights, activations and, unless `kv_cache_dtype` is another, KV cache
     quantization: str | None = None  # of dense weights: int8 or int8-channel; None: as they are stored
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = EngineConfig.max_num_seqs
     max_num_batched_tokens: int | None = None
@@ -96,8 +98,8 @@ def load_engine(
         generation = _generation_defaults(options.generation_config, files)
         backend = choose(
             options.attention_backend, options.linear_backend,
-            head_dim=files.config.head_dim, features=files.config.attention_features,
-        )  # fmt: skip
+            head_dim=files.config.head_dim,
+        )
         dtype = "bfloat16" if options.dtype == "auto" else options.dtype
         quantization = served_quantization(files, options.quantization)
         remedy = "serve a smaller model"
@@ -110,7 +112,12 @@ def load_engine(
     finally:
         files.close()
 
-    bytes_per_token = kv_bytes_per_token(model, dtype, backend.pool_lanes)
+    if options.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"kv_cache_dtype={options.kv_cache_dtype!r} must be one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    bytes_per_token = kv_bytes_per_token(model, kv_dtype, backend.pool_lanes)
     shaping = shaping_bytes(model.vocab_size, options.max_num_seqs)
     budget = options.kv_cache_memory
     num_pages, max_model_len = fit_pool(
@@ -150,15 +157,15 @@ def load_engine(
         "lower --kv-cache-memory, --max-num-seqs or --max-model-len",
     )
     log.info(
-        "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%d bytes a token), context %d, "
+        "%s: %s on %s, attention %s, linear %s, %d KV pages of %d tokens (%s, %d bytes a token), context %d, "
         "%d bytes to shape logits by",
         name, dtype if quantization is None else f"{dtype} with {quantization} weights", jax.devices()[0],
         backend.attention_name, backend.linear_name,
-        num_pages, config.page_size, bytes_per_token, max_model_len, shaping,
+        num_pages, config.page_size, kv_dtype, bytes_per_token, max_model_len, shaping,
     )  # fmt: skip
     runner = ModelRunner(
-        model, params, config, backend, dtype=dtype, quantization=quantization, cache=cache,
-        progress=progress,
+        model, params, config, backend, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype,
+        cache=cache, progress=progress,
     )  # fmt: skip
     counter = CompilationCounter()
     engine = Engine(

@@ -321,6 +321,7 @@ def test_templates_and_defaults_that_can_not_be_used_are_one_line_that_says_what
         ({"admission": "hope"}, ConfigError, "admission='hope'"),
         ({"attention_backend": "cuda"}, ConfigError, "attention_backend: 'cuda'.*native"),
         ({"linear_backend": "cuda"}, ConfigError, "linear_backend: 'cuda'"),
+        ({"kv_cache_dtype": "int4"}, ConfigError, "kv_cache_dtype='int4' must be one of auto, int8"),
         ({"chat_template": Path("no/such.jinja")}, ConfigError, r"chat_template=no/such\.jinja can't be"),
     ],
 )

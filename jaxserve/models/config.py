@@ -152,11 +152,6 @@ class ModelConfig:
         windows = [layer.window for layer in self.layers if layer.window is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 
-    @property
-    def attention_features(self) -> frozenset[str]:
-        """What it asks of attention beyond windows: not every kernel has them."""
-        return frozenset({"sinks"} if self.attention_sinks else ())
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -28,7 +28,7 @@ from jaxserve.native.library import (
 DTYPES = (jnp.bfloat16, jnp.float32)
 ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of csrc/types.h
 SCALE_WORDS = 2  # int16 that the scale of a packed bfloat16 channel takes
-SCALE_BYTES = 4  # that the float32 scale of a packed int8 group takes
+SCALE_BYTES = 4  # that the float32 scale of int8 values takes, a packed group of weights or a head in a pool
 INT8_GROUP = 32  # the smallest group of an int8 channel that shares a scale
 PACKED_MULTIPLE = 16  # of N and K: what every instruction set's packed order can hold
 
@@ -184,7 +184,7 @@ def gate(x: jax.Array, activation: str) -> jax.Array:
 def write_rows(
     pool: jax.Array,  # [L, slots, K, D]
     layer: jax.Array,  # [] int32
-    new: jax.Array,  # [M, K, D], the pool's dtype
+    new: jax.Array,  # [M, K, D], the pool's dtype; or floats into an int8 pool of D + 4 (ops/paging.py)
     indices: jax.Array,  # [M] int32; those outside of the layer are left out
 ) -> jax.Array:
     """`pool` with `new` at `indices` of a layer, in place where the pool is not needed any more.
@@ -192,10 +192,17 @@ def write_rows(
     XLA's scatter on CPU takes 4 us a row. Raises ValueError for shapes that don't fit.
     """
     load()
-    if pool.ndim != 4 or new.shape != (*indices.shape, *pool.shape[2:]) or new.dtype != pool.dtype:
+    quantises = pool.dtype == jnp.int8 and new.dtype in DTYPES
+    size = _head_size(new.shape[-1], pool.dtype) if quantises else new.shape[-1]
+    if (
+        (pool.ndim, new.ndim) != (4, 3)
+        or (*new.shape[:2], size) != (*indices.shape, *pool.shape[2:])
+        or not (quantises or new.dtype == pool.dtype)
+    ):
         raise ValueError(
             f"write_rows: pool {pool.dtype}{list(pool.shape)}, new {new.dtype}{list(new.shape)} and indices "
-            f"{list(indices.shape)} must be [L, slots, K, D], [M, K, D] of the same dtype, and [M]"
+            f"{list(indices.shape)} must be [L, slots, K, D], [M, K, D] of the same dtype, and [M]; or a "
+            "pool of int8 [L, slots, K, D + 4] and new of bfloat16 or float32"
         )
     call = jax.ffi.ffi_call(
         WRITE_ROWS, jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0}
@@ -207,6 +214,11 @@ def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     """jnp.zeros in pages of 2 MiB, where Linux has them: for arrays read all over, as a KV pool is."""
     load()
     return jax.ffi.ffi_call(ZEROS, jax.ShapeDtypeStruct(tuple(shape), dtype))()
+
+
+def _head_size(head_dim: int, dtype: DTypeLike) -> int:
+    """Elements of a head in a pool."""
+    return head_dim + SCALE_BYTES * (jnp.dtype(dtype) == jnp.int8)
 
 
 def _check_packable(name: str, w: jax.Array) -> None:
@@ -254,7 +266,7 @@ def _stacked(w: jax.Array, layer: jax.Array | None) -> tuple[jax.Array, jax.Arra
 
 def paged_attention(
     q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
-    k_pages: jax.Array,  # [num_pages * page_size, K, D], or [L, num_pages * page_size, K, D]
+    k_pages: jax.Array,  # [pages * page_size, K, D], or [L, pages * page_size, K, D]; of int8 D + 4
     v_pages: jax.Array,  # the same
     page_table: jax.Array,  # [B, P] int32; entries past the context are ignored
     context_lens: jax.Array,  # [B] int32, tokens in cache, this step's included
@@ -265,22 +277,26 @@ def paged_attention(
     scale: float,
     window: int | jax.Array | None = None,  # an array: [] int32
     soft_cap: float | None = None,
+    sinks: jax.Array | np.ndarray | None = None,  # [N] float32
 ) -> jax.Array:  # [B, Q, N, D], q's dtype
     """Causal attention over a paged cache; scores, softmax and sums are float32.
 
     Query i of a row sits at position p = context_len - query_len + i and sees the keys up to p, with
     `window` only those after p - window. `soft_cap` c replaces a score s by c tanh(s / c). Queries past
-    query_len return 0. Cost follows the live context. A row's bits depend on its own keys and queries
+    query_len return 0. Each of `sinks` is one more score of its head, whose value is 0; neither `scale` nor
+    `soft_cap` is applied to it. Pages of int8 have a float32 behind a head's values (ops/paging.py).
+    Cost follows the live context. A row's bits depend on its own keys and queries
     alone: not on the other rows, nor on the chunk it is computed in. What lies in unused slots is not read.
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1; Dao et al. 2022, arXiv:2205.14135.
     Raises ValueError for shapes or dtypes that don't fit, NativeUnavailable without the kernels.
     """
     load()
     pool_shape = k_pages.shape if layer is None else k_pages.shape[1:]
-    if q.ndim != 4 or len(pool_shape) != 3 or k_pages.shape != v_pages.shape or pool_shape[2] != q.shape[3]:
+    fits = q.ndim == 4 and len(pool_shape) == 3 and k_pages.shape == v_pages.shape
+    if not fits or pool_shape[2] != _head_size(q.shape[3], k_pages.dtype):
         raise ValueError(
             f"paged_attention: q {q.shape}, k_pages {k_pages.shape} and v_pages {v_pages.shape} "
-            "must be [B, Q, N, D] and twice [slots, K, D], or [L, slots, K, D] with a layer"
+            "must be [B, Q, N, D] and twice [slots, K, D], or [L, slots, K, D] with a layer; D + 4 of int8"
         )
     batch, _, heads, head_dim = q.shape
     slots, kv_heads, _ = pool_shape
@@ -289,11 +305,14 @@ def paged_attention(
             f"paged_attention: {heads} heads of {head_dim} over {kv_heads} kv heads; the heads must be a "
             "multiple of the kv heads, the head size of 16"
         )
-    if q.dtype not in DTYPES or k_pages.dtype not in DTYPES or v_pages.dtype != k_pages.dtype:
+    takes_pages = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*DTYPES, jnp.int8)
+    if q.dtype not in DTYPES or not takes_pages:
         raise ValueError(
             f"paged_attention: dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype} must be bfloat16 or "
-            "float32, the last two equal"
+            "float32, or of the last two int8, and these equal"
         )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"paged_attention: sinks {sinks.shape} must be [{heads}], one for each head")
     if page_size < 1 or slots < page_size or slots % page_size:
         raise ValueError(f"paged_attention: {slots} slots are not a whole number of pages of {page_size}")
     if (isinstance(window, int) and window < 1) or (soft_cap is not None and soft_cap <= 0):
@@ -313,6 +332,7 @@ def paged_attention(
         query_lens.astype(jnp.int32),
         index,
         jnp.asarray(0 if window is None else window, jnp.int32),
+        jnp.zeros(0, jnp.float32) if sinks is None else jnp.asarray(sinks, jnp.float32),
         page_size=np.int64(page_size),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.native.ops import (
+    SCALE_BYTES,
     gate,
     linear,
     linear_int8,
@@ -44,8 +45,9 @@ def self_test() -> None:
     """Runs each kernel on small inputs. Raises WrongKernel with the case and the error."""
     rng = np.random.default_rng(0)
     cases = [*_linear_cases(rng), *_int8_cases(rng), *_small_cases(rng)]
-    for window, soft_cap in ((None, None), (40, 20.0)):
-        cases += _attention_cases(rng, window, soft_cap)
+    cases += _attention_cases(rng, None, None, is_int8=False)
+    cases += _attention_cases(rng, 40, 20.0, is_int8=False, has_sinks=True)
+    cases += _attention_cases(rng, 40, None, is_int8=True)
     # One program for all: compiling each call alone would take longer than everything else at start-up.
     run = jax.jit(lambda inputs: [case.run(*each) for case, each in zip(cases, inputs)])
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -104,17 +106,31 @@ def _small_cases(rng: np.random.Generator) -> Iterator[Case]:
     want = pool.copy()
     want[1, at] = new
     yield Case("write_rows", write_rows, (pool, np.int32(1), new, at), _float64(want))
+    whole = rng.integers(-127, 128, (2, 2, 16))
+    whole[..., 5] = 127
+    pool = np.zeros((2, 9, 2, 16 + SCALE_BYTES), np.int8)
+    got = pool.copy()
+    got[1, at] = _int8_heads(whole, scale := np.array([[0.5, 4.0], [0.25, 1.0]], np.float32))
+    new = (whole * scale[..., None]).astype(np.float32)
+    yield Case("write_rows to int8", write_rows, (pool, np.int32(1), new, at), _float64(got))
 
 
 def _attention_cases(
-    rng: np.random.Generator, window: int | None, soft_cap: float | None
-) -> Iterator[Case]:
+    rng: np.random.Generator, window: int | None, soft_cap: float | None, *, is_int8: bool,
+    has_sinks: bool = False,
+) -> Iterator[Case]:  # fmt: skip
     heads, kv_heads, dim, page_size = 4, 2, 32, 16
     context_lens, query_lens = np.array([75, 0, 130], np.int32), np.array([1, 0, 7], np.int32)
     table = rng.permutation(30).reshape(3, 10).astype(np.int32)
     q = rng.standard_normal((3, 8, heads, dim)).astype(np.float32)
     pools = rng.standard_normal((2, 2, 30 * page_size, kv_heads, dim)).astype(jnp.bfloat16)
     k, v = pools[:, 1]
+    if is_int8:
+        whole = rng.integers(-127, 128, pools.shape)
+        scales = rng.uniform(0.01, 0.03, pools.shape[:-1]).astype(np.float32)
+        pools = _int8_heads(whole, scales)
+        k, v = (whole * scales[..., None].astype(np.float64))[:, 1]
+    sinks = rng.standard_normal(heads).astype(np.float32) if has_sinks else None
     want = np.zeros(q.shape)
     for b in range(3):
         slots = (table[b, :, None] * page_size + np.arange(page_size)).ravel()[: context_lens[b]]
@@ -125,13 +141,20 @@ def _attention_cases(
                 head = h // (heads // kv_heads)
                 s = _float64(k)[seen, head] @ _float64(q)[b, i, h] * 0.25
                 s = soft_cap * np.tanh(s / soft_cap) if soft_cap else s
-                p = np.exp(s - s.max())
-                want[b, i, h] = p @ _float64(v)[seen, head] / p.sum()
-    attend = partial(paged_attention, page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap)
-    name = f"paged_attention with window {window} and soft cap {soft_cap}"
+                p, rest = np.exp(s - s.max()), 0.0 if sinks is None else np.exp(sinks[h] - s.max())
+                want[b, i, h] = p @ _float64(v)[seen, head] / (p.sum() + rest)
+    attend = partial(
+        paged_attention, page_size=page_size, scale=0.25, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    name = f"paged_attention with window {window} and soft cap {soft_cap} of {pools.dtype.name}"
     rest = (table, context_lens, query_lens)
-    yield Case(name, attend, (q, k, v, *rest), want)
+    yield Case(name, attend, (q, *pools[:, 1], *rest), want)
     yield Case(f"{name}, second layer", attend, (q, *pools, *rest, np.int32(1)), want)
+
+
+def _int8_heads(whole: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """What an int8 pool keeps of the heads `whole` [..., D] times `scales` [...]."""
+    return np.concatenate([whole.astype(np.int8), scales[..., None].view(np.int8)], axis=-1)
 
 
 def _float64(x: jax.Array | np.ndarray) -> np.ndarray:

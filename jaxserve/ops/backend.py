@@ -56,12 +56,10 @@ def choose(
     linear: str = "auto",
     *,
     head_dim: int = NATIVE_HEAD_DIM,
-    features: frozenset[str] = frozenset(),
 ) -> Backend:
     """The backend for JAX's default device. "auto" takes native CPU kernels where they run, else XLA.
 
-    `head_dim` and `features` (ModelConfig.attention_features) are the model's: native attention takes neither
-    every size nor any feature.
+    `head_dim` is the model's: native attention doesn't take every size.
 
     Raises ConfigError when a named one can't run here; it never falls back in silence.
     """
@@ -76,12 +74,7 @@ def choose(
     for flag, value in (("attention_backend", attention), ("linear_backend", linear)):
         if value == "native" and not usable:
             raise ConfigError(f"{flag}=native can't run here: {reason}; use auto or xla")
-    takes_heads = head_dim % NATIVE_HEAD_DIM == 0 and not features
-    if attention == "native" and features:
-        raise ConfigError(
-            f"attention_backend=native can't run this model: it has attention {', '.join(sorted(features))}, "
-            "the kernel doesn't; use auto or xla"
-        )
+    takes_heads = head_dim % NATIVE_HEAD_DIM == 0
     if attention == "native" and not takes_heads:
         raise ConfigError(
             f"attention_backend=native can't run this model: its heads have {head_dim} values, the kernel "
@@ -173,7 +166,9 @@ def _native_gate(x: jax.Array, activation: str) -> jax.Array:
 def _native_write_kv(pool: jax.Array, layer: jax.Array, new: jax.Array, indices: jax.Array) -> jax.Array:
     from jaxserve import native
 
-    flat = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
+    flat = new.reshape(-1, *new.shape[2:])
+    if pool.dtype != jnp.int8:
+        flat = flat.astype(pool.dtype)
     return native.write_rows(pool, layer, flat, indices.reshape(-1))
 
 
@@ -196,8 +191,7 @@ def _native_attention(
     from jaxserve import native
 
     assert num_kv_heads in (None, k_pool.shape[2]), "the native kernels read pools of [K, D]"
-    assert sinks is None, "`choose` gives models with sinks another attention"
     return native.paged_attention(
         q, k_pool, v_pool, page_table, context_lens, query_lens, layer,
-        page_size=page_size, scale=scale, window=window, soft_cap=soft_cap,
+        page_size=page_size, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip

@@ -79,6 +79,7 @@ class ModelRunner:
         *,
         dtype: DType,
         quantization: str | None = None,
+        kv_dtype: DType | None = None,  # of the pool: `dtype`, or int8
         cache: Path | None = None,
         progress: Progress | None = None,
     ):
@@ -88,11 +89,13 @@ class ModelRunner:
             require_deterministic_device()
         decoder = abstract_decoder(model, dtype, quantization)
         self._leaves = prepare_params(decoder, params, backend)
+        kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
         name = fingerprint(
-            model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)), quantization
+            model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)), str(kv_dtype),
+            quantization,
         )
         executables = Executables(cache, name)
-        kv, state = kv_shapes(model, config, dtype, backend.pool_lanes), state_shapes(config)
+        kv, state = kv_shapes(model, config, kv_dtype, backend.pool_lanes), state_shapes(config)
         prepare = partial(
             compile_steps, decoder, self._leaves, kv, state, config, backend, executables, progress
         )

@@ -75,9 +75,10 @@ class SlotState(NamedTuple):
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: DType, lanes: int | None = None) -> int:
-    """Bytes of keys and values of one position in all layers; `lanes` is the backend's `pool_lanes`."""
+    """Bytes of keys and values of one position in all layers of a pool of `dtype`; `lanes` is the backend's
+    `pool_lanes`."""
     values = sum(
-        math.prod(token_shape(model.num_kv_heads, size, lanes))
+        math.prod(token_shape(model.num_kv_heads, size, dtype, lanes))
         for size in (model.head_dim, model.value_head_dim)
     )
     return model.num_layers * values * jnp.dtype(dtype).itemsize
@@ -86,10 +87,10 @@ def kv_bytes_per_token(model: ModelConfig, dtype: DType, lanes: int | None = Non
 def kv_shapes(
     model: ModelConfig, config: EngineConfig, dtype: DType, lanes: int | None = None
 ) -> KVCache:
-    """The pool as ShapeDtypeStructs; `lanes` is the backend's `pool_lanes`."""
+    """The pool, of `dtype`, as ShapeDtypeStructs; `lanes` is the backend's `pool_lanes`."""
     positions = config.num_pages * config.page_size
     pools = (
-        (model.num_layers, positions, *token_shape(model.num_kv_heads, size, lanes))
+        (model.num_layers, positions, *token_shape(model.num_kv_heads, size, dtype, lanes))
         for size in (model.head_dim, model.value_head_dim)
     )
     return KVCache(*(jax.ShapeDtypeStruct(shape, dtype) for shape in pools))  # type: ignore[arg-type]

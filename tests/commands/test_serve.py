@@ -38,11 +38,13 @@ def test_serve_flags_reach_the_launcher(fake_launch, monkeypatch, tmp_path):
         f"--shutdown-timeout 7 --compile-cache {tmp_path} --metrics-prefix x: --max-body-size 1MiB "
         "--no-enable-prefix-caching --admission reserve "
         "--max-queued-tokens 900 --queue-timeout 2.5 --scheduling-policy priority --step-timeout 9 "
+        "--kv-cache-dtype int8 "
         "--decode-steps 4 --deterministic --max-logprobs 0 --pooling mean --generation-config none"
     )
     assert cli.main(argv.split()) == 0
     assert fake_launch.options == {
-        "model": "m", "dtype": "float32", "quantization": "int8-channel", "max_model_len": 99,
+        "model": "m", "dtype": "float32", "quantization": "int8-channel", "kv_cache_dtype": "int8",
+        "max_model_len": 99,
         "max_num_seqs": 3, "max_num_batched_tokens": 77, "max_num_queued_reqs": 5, "block_size": 8,
         "kv_cache_memory": 2**31, "attention_backend": "xla", "linear_backend": "native",
         "compile_cache": tmp_path, "chat_template": tmp_path / "t", "enable_prefix_caching": False,

@@ -49,7 +49,7 @@ def test_the_engine_answers_as_transformers_does_on_the_backend_that_auto_takes(
     """In bfloat16 a later token of such a model may be another: the second best is close."""
     files = open_model(written(V2, tmp_path / "model"))
     config = files.config
-    backend = choose(head_dim=config.head_dim, features=config.attention_features)
+    backend = choose(head_dim=config.head_dim)
     runner = ModelRunner(config, files.load_params(dtype), SERVED, backend, dtype=dtype)
     runs = list(V2["runs"].values())
     greedy = SamplingParams(len(runs[0]["ids"]), temperature=0.0)
@@ -63,7 +63,7 @@ def test_native_attention_reads_latents_as_the_reference_does(tmp_path):
     wider = {"q_b_proj": [128, 24], "kv_a_proj_with_mqa": [48, 64]}
     shapes = {name: wider.get(name.split(".")[-2], shape) for name, shape in V3["shapes"].items()}
     model, params = load(write_hf(tmp_path / "model", config, family_weights.tensors(config, shapes)))
-    backend = choose(head_dim=model.head_dim, features=model.attention_features)
+    backend = choose(head_dim=model.head_dim)
     if backend.attention_name != "native":
         pytest.skip("needs the C++ kernels")
     prompts = [V3["runs"]["long"]["prompt"], V3["runs"]["short"]["prompt"]]

@@ -51,7 +51,7 @@ def test_prefill_chunks_and_decode_give_what_transformers_gave(name, backend, tm
 def check_runs(case: dict[str, Any], backend: str, folder: Path) -> None:
     """The case's prompts whole, in chunks and a token at a time are answered as its runs say."""
     config, params = load(written(case, folder / "model"))
-    chosen = choose(backend, backend, head_dim=config.head_dim, features=config.attention_features)
+    chosen = choose(backend, backend, head_dim=config.head_dim)
     decoders: dict[ModelConfig, Decoder] = {}  # two, where the length of the context makes a difference
     for run in case["runs"].values():
         prompt, ids = run["prompt"], run["ids"]

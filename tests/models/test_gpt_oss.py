@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.config import EngineConfig
-from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.errors import WeightsError
 from jaxserve.models.registry import family_for
 from jaxserve.ops.backend import choose
 from jaxserve.runtime.runner import ModelRunner
@@ -24,22 +24,15 @@ SERVED = EngineConfig(
 
 
 def test_the_engine_answers_as_transformers_does_on_the_backend_that_auto_takes(tmp_path):
-    """Its attention and its gate aren't in the native kernels, its dense layers are."""
+    """Its gate isn't in the native kernels, its attention with sinks and its dense layers are."""
     config, params = load(written(CASE, tmp_path / "model"))
-    backend = choose(head_dim=config.head_dim, features=config.attention_features)
-    assert backend.attention_name == "xla"
-    assert backend.linear_name == choose().linear_name
+    backend = choose(head_dim=config.head_dim)
+    assert backend.attention_name == choose().attention_name
     runner = ModelRunner(config, params, SERVED, backend, dtype="float32")
     runs = list(CASE["runs"].values())
     greedy = [SamplingParams(len(run["ids"]), temperature=0.0) for run in runs]
     jobs = [Job(tuple(run["prompt"]), params, turn) for turn, (run, params) in enumerate(zip(runs, greedy))]
     assert serve(SERVED, runner, jobs) == [run["ids"] for run in runs]
-
-
-def test_attention_that_lacks_sinks_is_not_taken_even_where_it_is_asked_for(tmp_path):
-    config, _ = load(written(CASE, tmp_path / "model"))
-    with pytest.raises(ConfigError, match=r"sinks|can't run here"):
-        choose("native", head_dim=config.head_dim, features=config.attention_features)
 
 
 def test_another_limit_of_the_gate_is_refused():

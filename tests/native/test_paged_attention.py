@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import native
+from jaxserve.ops.paging import head_scales, quantise_heads
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -28,6 +29,7 @@ class Case:
     soft_cap: float | None = None
     dtype: jnp.dtype = F32
     kv_dtype: jnp.dtype = BF16
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.heads, self.dim, self.page_size, *self.context_lens])
@@ -50,7 +52,11 @@ class Case:
             keys[seen] = rng.standard_normal((len(seen), self.kv_heads, self.dim)) * 2
             values[seen] = rng.standard_normal((len(seen), self.kv_heads, self.dim))
             self.slots.append(slots)
-        self.k, self.v = jnp.asarray(keys, self.kv_dtype), jnp.asarray(values, self.kv_dtype)
+        if self.kv_dtype == jnp.int8:
+            self.k, self.v = (quantise_heads(jnp.asarray(x)) for x in (keys, values))
+        else:
+            self.k, self.v = jnp.asarray(keys, self.kv_dtype), jnp.asarray(values, self.kv_dtype)
+        self.sinks = jnp.asarray(rng.standard_normal(self.heads) * 4, jnp.float32) if self.has_sinks else None
         self.q = jnp.asarray(rng.standard_normal((rows, queries, self.heads, self.dim)), self.dtype)
 
     def run(self, rows: slice = slice(None)) -> np.ndarray:
@@ -66,12 +72,14 @@ class Case:
                 scale=self.scale,
                 window=self.window,
                 soft_cap=self.soft_cap,
+                sinks=self.sinks,
             ),
             np.float32,
         )
 
     def dense(self) -> np.ndarray:
-        q, k, v = (np.asarray(x).astype(np.float64) for x in (self.q, self.k, self.v))
+        q = np.asarray(self.q).astype(np.float64)
+        k, v = (np.asarray(dequantised(x)).astype(np.float64) for x in (self.k, self.v))
         v = np.nan_to_num(v)  # slots that no query sees
         out = np.zeros(q.shape)
         for row, (length, count) in enumerate(zip(self.context_lens, self.query_lens, strict=True)):
@@ -86,8 +94,12 @@ class Case:
                 if self.soft_cap:
                     s = self.soft_cap * np.tanh(s / self.soft_cap)
                 s = np.where(seen, s, -np.inf)  # also for NaN keys
-                p = np.exp(s - s.max(axis=1, keepdims=True))
-                out[row, :count, head] = p @ v[self.slots[row], kv] / p.sum(axis=1, keepdims=True)
+                most = s.max(axis=1, keepdims=True)
+                p = np.exp(s - most)
+                total = p.sum(axis=1, keepdims=True)
+                if self.sinks is not None:
+                    total += np.exp(float(self.sinks[head]) - most)
+                out[row, :count, head] = p @ v[self.slots[row], kv] / total
         return out
 
     def check(self, tolerance: float = 2e-5) -> None:
@@ -104,6 +116,23 @@ MIXED = {"context_lens": [40, 0, 200, 17, 600, 90], "query_lens": [40, 0, 33, 1,
 )
 def test_attention_equals_dense_attention_for_every_head_layout(isa, step, heads, kv_heads, dim):
     Case(**step, heads=heads, kv_heads=kv_heads, dim=dim).check()
+
+
+def dequantised(pool: jax.Array) -> jax.Array:
+    """The floats of an int8 pool; another as it is."""
+    return pool[..., :-4] * head_scales(pool)[..., None] if pool.dtype == jnp.int8 else pool
+
+
+@pytest.mark.parametrize("step", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 1, 256), (14, 2, 48)])
+def test_pages_of_int8_are_what_their_scales_make_of_them(isa, step, heads, kv_heads, dim):
+    Case(**step, heads=heads, kv_heads=kv_heads, dim=dim, kv_dtype=jnp.int8, window=90).check()
+
+
+@pytest.mark.parametrize("step", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_a_sink_takes_its_part_of_the_weights_and_gives_nothing(isa, step, soft_cap):
+    Case(**step, heads=6, kv_heads=2, has_sinks=True, soft_cap=soft_cap).check()
 
 
 @pytest.mark.parametrize("step", [DECODE, MIXED], ids=["decode", "mixed"])
@@ -144,16 +173,18 @@ def test_padding_queries_and_empty_rows_return_exact_zeros(isa):
 
 @pytest.mark.parametrize("step", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(isa, step, window):
-    case = Case(**step, window=window, kv_heads=1)
+@pytest.mark.parametrize("kv_dtype", [BF16, jnp.int8])
+def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(isa, step, window, kv_dtype):
+    case = Case(**step, window=window, kv_heads=1, kv_dtype=kv_dtype)
     together = case.run()
     for row in range(len(case.context_lens)):
         np.testing.assert_array_equal(case.run(slice(row, row + 1)), together[row : row + 1])
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_bits_of_a_query_do_not_depend_on_the_chunk_it_comes_in(isa, window):
-    whole = Case([1200], [1200], window=window, kv_heads=1)
+@pytest.mark.parametrize("kv_dtype", [BF16, jnp.int8])
+def test_the_bits_of_a_query_do_not_depend_on_the_chunk_it_comes_in(isa, window, kv_dtype):
+    whole = Case([1200], [1200], window=window, kv_heads=1, kv_dtype=kv_dtype)
     at_once = whole.run()
     for start, stop in ((0, 1), (0, 7), (63, 65), (500, 530), (511, 512), (900, 1200), (1199, 1200)):
         part = dataclasses.replace(whole, context_lens=[stop], query_lens=[stop - start])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve import native
+from jaxserve.ops.paging import head_scales, quantise_heads
 
 
 def case(seed: int, rows: int, dtype=jnp.bfloat16):
@@ -24,6 +25,19 @@ def test_rows_are_written_where_a_scatter_writes_them(built, rows, dtype):
     got = native.write_rows(pool, jnp.int32(1), new, at)
     want = pool.at[1, at].set(new)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_floats_become_the_int8_heads_that_xla_makes_of_them(built, dtype):
+    _, new, at = case(4, 7, dtype)
+    new = new.at[2, 1].set(0.0).at[4, 0, 3].set(jnp.nan).at[5].set(new[5] * 1e30)
+    pool = jnp.full((3, 40, 2, 20), 7, jnp.int8)
+    got = native.write_rows(pool, jnp.int32(1), new, at)
+    want = pool.at[1, at].set(quantise_heads(new))
+    rows = np.array([0, 1, 2, 3, 5, 6])  # of a NaN only the scale counts
+    np.testing.assert_array_equal(np.asarray(got)[1, at[rows]], np.asarray(want)[1, at[rows]])
+    assert np.isnan(np.asarray(head_scales(got[1, at[4], 0])))
+    np.testing.assert_array_equal(np.delete(np.asarray(got)[1], at, axis=0), 7)
 
 
 def test_an_index_outside_of_the_layer_is_left_out(built):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxserve.models.decoder import NO_WINDOW
 from jaxserve.ops.attention.reference import BLOCK_TOKENS
 from jaxserve.ops.backend import XLA, Backend
+from jaxserve.ops.paging import head_scales, quantise_heads
 
 GARBAGE = 2**31 - 1  # a page id that would be far outside of any pool
 
@@ -88,7 +89,7 @@ class Pool:
 
 def run(
     backend: Backend, pool: Pool, rows: list[tuple[Sequence, int, int]], window: int, scale: float,
-    *, queries: int | None = None, columns: int | None = None,
+    *, queries: int | None = None, columns: int | None = None, is_int8: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Queries [start, stop) of each (sequence, start, stop) as one batch [B, Q]; start == stop is empty.
 
@@ -110,7 +111,10 @@ def run(
         q[b, : stop - start] = sequence.q[start:stop]
         page_table[b, : len(tables[b])] = tables[b]
         context_lens[b], query_lens[b] = (stop, stop - start) if stop > start else (0, 0)
-    arrays = (q, pool.keys, pool.values, np.int32(pool.layer), np.int32(window))
+    pools = (pool.keys, pool.values)
+    if is_int8:
+        pools = tuple(np.asarray(quantise_heads(jnp.asarray(x))) for x in pools)
+    arrays = (q, *pools, np.int32(pool.layer), np.int32(window))
     arrays += (page_table, context_lens, query_lens)
     return np.asarray(compiled(backend)(*arrays, page_size=pool.page_size, scale=scale))
 
@@ -156,6 +160,17 @@ def test_heads_share_keys_in_groups_of_any_size(backend, spans, heads, kv_heads)
 )
 def test_the_answer_does_not_depend_on_the_page_size(backend, spans, page_size):
     check(backend, some_rows(spans), page_size)
+
+
+@pytest.mark.parametrize("window", [17, NO_WINDOW])
+def test_a_pool_of_int8_holds_keys_and_values_times_their_scales(backend, window):
+    rows = some_rows(MIXED)
+    out = run(backend, Pool(16, 101, 2, 16), rows, window, 0.25, is_int8=True)
+    for b, (sequence, start, stop) in enumerate(rows):
+        heads = [np.asarray(quantise_heads(jnp.asarray(x))) for x in (sequence.k, sequence.v)]
+        kept = [(x[..., :16] * np.asarray(head_scales(x))[..., None]).astype(np.float32) for x in heads]
+        wanted = Sequence(sequence.q, *kept).attend(start, stop, window, 0.25)
+        np.testing.assert_allclose(out[b, : stop - start], wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED, FAR], ids=["decode", "mixed", "far"])

@@ -3,14 +3,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.ops.paging import write_indices, write_kv
+from jaxserve.ops.paging import head_scales, quantise_heads, read_kv, token_shape, write_indices, write_kv
 
 K, D = 2, 3
 find = jax.jit(write_indices, static_argnames="page_size")
 write = jax.jit(write_kv)
+quantise = jax.jit(quantise_heads)
 
 
 @settings(max_examples=40, derandomize=True)
@@ -44,6 +46,32 @@ def test_tokens_land_on_their_pages_and_padding_only_in_the_trash_page(data):
     np.testing.assert_array_equal(out[1, page_size:], wanted[1, page_size:])
     if valid.all():
         np.testing.assert_array_equal(out, wanted)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(st.integers(0, 999), st.sampled_from([1e-20, 1e-3, 1.0, 1e20]))
+def test_a_head_in_int8_is_off_by_half_a_step_of_its_largest_at_most(seed, size):
+    heads = (np.random.default_rng(seed).standard_normal((5, K, 16)) * size).astype(np.float32)
+    heads[0, 0] = 0
+    kept = quantise(heads)
+    assert (kept.dtype, kept.shape) == (jnp.int8, (5, K, 20))
+    scales = np.asarray(head_scales(kept)).astype(np.float64)
+    largest = np.abs(heads).max(axis=-1)
+    np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+    error = np.abs(np.asarray(kept)[..., :16] * scales[..., None] - heads).max(axis=-1)
+    assert (error <= largest / 127 * 0.5001).all()
+
+
+@pytest.mark.parametrize("lanes", [None, 32])
+def test_an_int8_pool_gives_back_what_was_written(lanes):
+    rng = np.random.default_rng(0)
+    new = rng.standard_normal((2, 3, K, 16)).astype(np.float32)
+    indices = rng.permutation(12)[:6].reshape(2, 3)
+    pool = jnp.zeros((2, 12, *token_shape(K, 16, jnp.int8, lanes)), jnp.int8)
+    pool = write(pool, jnp.int32(1), new, indices)
+    found = read_kv(pool, jnp.int32(1), indices, num_kv_heads=K, head_dim=16)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(quantise(new)))
+    assert not np.asarray(pool[0]).any()
 
 
 def test_writing_casts_to_the_pools_type():

@@ -38,7 +38,7 @@ def test_sampling_parameters_arrive_on_the_device_as_they_are(temperature, top_k
 
 
 @pytest.mark.parametrize("lanes", [None, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_positions_bytes_are_the_pools_bytes_over_its_positions(llama, dtype, lanes):
     config = EngineConfig(max_model_len=64, num_pages=11, page_size=8)
     pool = kv_shapes(llama.model, config, dtype, lanes)

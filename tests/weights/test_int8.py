@@ -162,7 +162,7 @@ def test_an_int8_model_gives_what_its_weights_give_as_floats(name, quantization,
     logits = lambda decoder: decoder.logits([prompt], [[len(prompt)]], queries=LONGEST)[0]
     wanted = logits(Decoder(config, floats))
     for backend in backends:
-        chosen = choose(backend, backend, head_dim=config.head_dim, features=config.attention_features)
+        chosen = choose(backend, backend, head_dim=config.head_dim)
         got = logits(Decoder(config, params, chosen, quantization))
         # The native kernels take 16 bits of a row; what is quantised otherwise is off by 1 part in 100.
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())

@@ -124,11 +124,27 @@ inline void product(int64_t rows, const float* a, int64_t a_row, const float* b,
   }
 }
 
+// As for floats, whose layout it gives.
+template <typename Row>
+inline void store_pairs_transposed(const int8_t*, const Row& row, float* out, int64_t lane_stride,
+                                   int64_t half_stride) {
+  alignas(64) float wide[kLanes][2 * kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    store(wide[i], load_row(row(i)));
+    store(wide[i] + kLanes, load_row(row(i) + kLanes));
+  }
+  const auto wide_row = [&wide](int i) -> const float* { return wide[i]; };
+  store_pairs_transposed(wide[0], wide_row, out, lane_stride, half_stride);
+}
+
 template <typename KV>
 class Attention {
  public:
+  // Elements behind the values of a head in the pool: the bytes of their scale.
+  static constexpr int64_t kScaleSize = sizeof(KV) == 1 ? kInt8ScaleBytes : 0;
+
   explicit Attention(const AttentionArgs& args)
-      : args_(args), group_(args.heads / args.kv_heads), dim_(args.head_dim) {}
+      : args_(args), group_(args.heads / args.kv_heads), dim_(args.head_dim), head_size_(dim_ + kScaleSize) {}
 
   // The keys of the cache that row b's queries may see end here; the table's width bounds a wrong length.
   int64_t context_len(int64_t b) const {
@@ -178,13 +194,18 @@ class Attention {
       const int64_t panels = (live + kTileCols - 1) / kTileCols;
       for (int64_t h = 0; h < item.heads; ++h) {
         const State part = from_row(state, h * rows, dim_);
-        const int64_t head = (item.first_head + h) * dim_;
+        const int64_t head = (item.first_head + h) * head_size_;
         pack_keys(static_cast<const KV*>(args_.k_pages) + head, block, next, panels * kTileCols, keys);
         if (rows <= kTileRows) ask(static_cast<const KV*>(args_.k_pages) + head, next, panels * kTileCols);
         product<Into::kFresh>(rows, q + h * rows * dim_, dim_, keys, kTileCols * dim_, panels, dim_, scores,
                               kBlockKeys);
-        softmax(item, start, panels * kTileCols, scores, part);
         const KV* const v = static_cast<const KV*>(args_.v_pages) + head;
+        float key_scales[kBlockKeys], value_scales[kBlockKeys];
+        if (kScaleSize > 0) {
+          load_scales(static_cast<const KV*>(args_.k_pages) + head, block, panels * kTileCols, key_scales);
+          load_scales(v, block, panels * kTileCols, value_scales);
+        }
+        softmax(item, start, panels * kTileCols, key_scales, value_scales, scores, part);
         if (rows <= kTileRows) {
           add_values(rows, scores, v, block, next, live, part.out);
           ask(v, next, live);
@@ -202,14 +223,20 @@ class Attention {
     Block block;
     locate(item, item.begin / kBlockKeys * kBlockKeys, &block);
     for (int64_t h = 0; h < item.heads; ++h) {
-      ask(static_cast<const KV*>(args_.k_pages) + (item.first_head + h) * dim_, block, 0);
-      ask(static_cast<const KV*>(args_.v_pages) + (item.first_head + h) * dim_, block, 0);
+      ask(static_cast<const KV*>(args_.k_pages) + (item.first_head + h) * head_size_, block, 0);
+      ask(static_cast<const KV*>(args_.v_pages) + (item.first_head + h) * head_size_, block, 0);
     }
   }
 
   void write(const Item& item, State total) const {
     for (int64_t r = 0; r < rows(item); ++r) {
-      const float inverse = 1.0f / total.sum[r];
+      float inverse = 1.0f / total.sum[r];
+      if (args_.sinks != nullptr) {
+        const int64_t head = query_offset(item, r) / dim_ % args_.heads;
+        const float sink = args_.sinks[head], most = total.maximum[r] > sink ? total.maximum[r] : sink;
+        const float keep = exp_nonpositive(total.maximum[r] - most);
+        inverse = keep / (total.sum[r] * keep + exp_nonpositive(sink - most));
+      }
       const float* sum = total.out + r * dim_;
       if (args_.q_dtype == Dtype::kBfloat16) {
         bf16* out = static_cast<bf16*>(args_.out) + query_offset(item, r);
@@ -255,7 +282,7 @@ class Attention {
   // correct caller never passes, reads the nearest page instead of foreign memory.
   void locate(const Item& item, int64_t start, Block* block) const {
     const int32_t* table = args_.page_table + item.row * args_.table_width;
-    const int64_t last_page = args_.slots / args_.page_size - 1, slot = args_.kv_heads * dim_;
+    const int64_t last_page = args_.slots / args_.page_size - 1, slot = args_.kv_heads * head_size_;
     const int64_t first = item.begin > start ? item.begin - start : 0;
     const int64_t live = item.end - start < kBlockKeys ? item.end - start : kBlockKeys;
     int64_t page = (start + first) / args_.page_size, offset = (start + first) % args_.page_size;
@@ -276,6 +303,11 @@ class Attention {
     for (int64_t i = first; i < next.live; ++i) {
       for (int64_t d = 0; d < dim_; d += 64 / sizeof(KV)) __builtin_prefetch(pages + next.offset[i] + d, 0, 2);
     }
+  }
+
+  // The scales of a head's keys or values.
+  void load_scales(const KV* pages, const Block& block, int64_t keys, float* out) const {
+    for (int64_t i = 0; i < keys; ++i) std::memcpy(out + i, pages + block.offset[i] + dim_, sizeof(float));
   }
 
   // To float32 [key / kTileCols][dim][key % kTileCols]. Asks the memory for the same keys of block `next`.
@@ -365,10 +397,15 @@ class Attention {
     }
   }
 
-  // Scores of keys [start, start + keys) become weights; the state's sums and outputs are rescaled.
-  void softmax(const Item& item, int64_t start, int64_t keys, float* scores, State state) const {
+  // Scores of keys [start, start + keys) become weights; the state's sums and outputs are rescaled. A key's scale,
+  // where it has one, is a factor of its scores, that of its value one of its weights.
+  void softmax(const Item& item, int64_t start, int64_t keys, const float* key_scales, const float* value_scales,
+               float* scores, State state) const {
     for (int64_t r = 0; r < item.queries * group_; ++r) {
       float* row = scores + r * kBlockKeys;
+      if (kScaleSize > 0) {
+        for (int64_t t = 0; t < keys; t += kLanes) store(row + t, mul(load(row + t), load(key_scales + t)));
+      }
       if (args_.soft_cap > 0.0f) {
         for (int64_t t = 0; t < keys; t += kLanes) store(row + t, soft_capped(load(row + t), args_.soft_cap));
       }
@@ -389,7 +426,7 @@ class Attention {
       vf sums = zero();
       for (int64_t t = 0; t < keys; t += kLanes) {
         const vf p = exp_nonpositive(sub(load(row + t), peak));
-        store(row + t, p);
+        store(row + t, kScaleSize > 0 ? mul(p, load(value_scales + t)) : p);
         sums = add(sums, p);
       }
       store(lanes, sums);
@@ -410,6 +447,7 @@ class Attention {
 
   const AttentionArgs& args_;
   const int64_t group_, dim_;
+  const int64_t head_size_;  // elements of a head in the pool
 };
 
 template <typename KV>
@@ -515,6 +553,8 @@ void attention_typed(const AttentionArgs& args, Pool& pool) {
 void paged_attention(const AttentionArgs& args, Pool& pool) {
   if (args.kv_dtype == Dtype::kBfloat16) {
     attention_typed<bf16>(args, pool);
+  } else if (args.kv_dtype == Dtype::kInt8) {
+    attention_typed<int8_t>(args, pool);
   } else {
     attention_typed<float>(args, pool);
   }

@@ -1,6 +1,7 @@
 // The XLA FFI handlers: check shapes and dtypes, pick the kernels for this CPU, run them.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -198,16 +199,35 @@ ffi::Error gate(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi::AnyB
   return run_on(threads, [&](Pool& pool) { kernels().gate(args, pool); });
 }
 
-// new [M, K, D] to the positions `indices` [M] of layer `layer` of pool [L, slots, K, D], which out takes over. An
-// index outside of the layer is left out.
+// A head's values [dim] as int8 and, behind them, their scale. The same as ops/paging.py's `quantise_heads`.
+template <typename T>
+void quantise_head(const T* from, int64_t dim, char* to) {
+  float largest = 0.0f;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float size = std::fabs(to_float(from[d]));
+    largest = size > largest || size != size ? size : largest;
+  }
+  const float scale = largest / 127.0f;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float q = scale > 0.0f ? to_float(from[d]) / scale : 0.0f;
+    to[d] = static_cast<char>(q == q ? static_cast<int8_t>(std::nearbyintf(std::min(127.0f, std::max(-127.0f, q)))) : 0);
+  }
+  std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+// new [M, K, D] to the positions `indices` [M] of layer `layer` of pool [L, slots, K, D], or of int8 with a scale
+// [L, slots, K, D + 4], which out takes over. An index outside of the layer is left out.
 ffi::Error write_rows(ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer fresh,
                       ffi::Buffer<ffi::S32> indices, ffi::Result<ffi::AnyBuffer> out) {
   const auto ps = pool.dimensions(), fs = fresh.dimensions();
-  if (ps.size() != 4 || fs.size() != 3 || fs[1] != ps[2] || fs[2] != ps[3] || !same(ps, out->dimensions()) ||
-      indices.element_count() != static_cast<size_t>(fs[0]) || layer.element_count() != 1 ||
-      fresh.element_type() != pool.element_type() || out->element_type() != pool.element_type()) {
+  const bool quantises = pool.element_type() == ffi::S8 && is_float(fresh.element_type());
+  if (ps.size() != 4 || fs.size() != 3 || fs[1] != ps[2] || fs[2] != ps[3] - (quantises ? kInt8ScaleBytes : 0) ||
+      !same(ps, out->dimensions()) || indices.element_count() != static_cast<size_t>(fs[0]) ||
+      layer.element_count() != 1 || !(quantises || fresh.element_type() == pool.element_type()) ||
+      out->element_type() != pool.element_type()) {
     return ffi::Error::InvalidArgument(
-        "jaxserve write_rows: needs pool [L, slots, K, D], layer [], new [M, K, D] of the same dtype, indices [M]");
+        "jaxserve write_rows: needs pool [L, slots, K, D], layer [], new [M, K, D] of the same dtype, indices [M]; or "
+        "pool [L, slots, K, D + 4] of int8 and new of float32 or bfloat16");
   }
   const int64_t index = layer.typed_data()[0], slots = ps[1];
   if (index < 0 || index >= ps[0]) return ffi::Error::InvalidArgument("jaxserve write_rows: layer is out of range");
@@ -216,12 +236,25 @@ ffi::Error write_rows(ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> layer, ffi::Any
     std::memcpy(out->untyped_data(), pool.untyped_data(), pool.size_bytes());
   }
   if (fs[0] == 0) return ffi::Error::Success();
-  const int64_t row = fresh.size_bytes() / fs[0];
+  const int64_t row = ps[2] * ps[3] * static_cast<int64_t>(ffi::ByteWidth(pool.element_type()));
   char* const to = static_cast<char*>(out->untyped_data()) + index * slots * row;
   const char* const from = static_cast<const char*>(fresh.untyped_data());
   const int32_t* const at = indices.typed_data();
   for (int64_t i = 0; i < fs[0]; ++i) {
-    if (at[i] >= 0 && at[i] < slots) std::memcpy(to + at[i] * row, from + i * row, row);
+    if (at[i] < 0 || at[i] >= slots) continue;
+    if (!quantises) {
+      std::memcpy(to + at[i] * row, from + i * row, row);
+      continue;
+    }
+    for (int64_t head = 0; head < fs[1]; ++head) {
+      char* const out = to + at[i] * row + head * ps[3];
+      const int64_t first = (i * fs[1] + head) * fs[2];
+      if (fresh.element_type() == ffi::BF16) {
+        quantise_head(reinterpret_cast<const bf16*>(from) + first, fs[2], out);
+      } else {
+        quantise_head(reinterpret_cast<const float*>(from) + first, fs[2], out);
+      }
+    }
   }
   return ffi::Error::Success();
 }
@@ -241,16 +274,18 @@ ffi::Error zeros(ffi::ThreadPool threads, ffi::Result<ffi::AnyBuffer> out) {
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
                            ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context_lens,
                            ffi::Buffer<ffi::S32> query_lens, ffi::Buffer<ffi::S32> layer,
-                           ffi::Buffer<ffi::S32> window, ffi::Result<ffi::AnyBuffer> out, int64_t page_size,
-                           float scale, float soft_cap) {
+                           ffi::Buffer<ffi::S32> window, ffi::Buffer<ffi::F32> sinks,
+                           ffi::Result<ffi::AnyBuffer> out, int64_t page_size, float scale, float soft_cap) {
   const auto qs = q.dimensions(), ks = k_pages.dimensions(), vs = v_pages.dimensions();
   const auto tables = page_table.dimensions(), outs = out->dimensions();
+  const bool is_int8 = k_pages.element_type() == ffi::S8;
   if (qs.size() != 4 || ks.size() != 4 || !same(vs, ks) || layer.element_count() != 1 || window.element_count() != 1 || tables.size() != 2 || !same(outs, qs) || tables[0] != qs[0] ||
       context_lens.element_count() != static_cast<size_t>(qs[0]) ||
-      query_lens.element_count() != static_cast<size_t>(qs[0]) || ks[3] != qs[3]) {
+      query_lens.element_count() != static_cast<size_t>(qs[0]) || ks[3] != qs[3] + (is_int8 ? kInt8ScaleBytes : 0) ||
+      (sinks.element_count() != 0 && sinks.element_count() != static_cast<size_t>(qs[2]))) {
     return ffi::Error::InvalidArgument(
-        "jaxserve paged_attention: shapes must be q [B, Q, N, D], pages [L, slots, K, D], page_table [B, P], "
-        "lens [B], layer [] and window []");
+        "jaxserve paged_attention: shapes must be q [B, Q, N, D], pages [L, slots, K, D], of int8 [L, slots, K, D + 4], "
+        "page_table [B, P], lens [B], layer [], window [] and sinks [N] or [0]");
   }
   const int32_t index = layer.typed_data()[0];
   if (ks[2] < 1 || qs[2] % ks[2] != 0 || qs[3] % 16 != 0 || qs[3] < 16 || page_size < 1 || ks[1] < page_size ||
@@ -258,9 +293,9 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
     return ffi::Error::InvalidArgument(
         "jaxserve paged_attention: needs N a multiple of K, D of 16, at least one page, window >= 0, a layer in range");
   }
-  if (!is_float(q.element_type()) || !is_float(k_pages.element_type()) ||
+  if (!is_float(q.element_type()) || !(is_int8 || is_float(k_pages.element_type())) ||
       v_pages.element_type() != k_pages.element_type() || out->element_type() != q.element_type()) {
-    return ffi::Error::InvalidArgument("jaxserve paged_attention: dtypes must be float32 or bfloat16");
+    return ffi::Error::InvalidArgument("jaxserve paged_attention: dtypes must be float32 or bfloat16, pages int8 too");
   }
   AttentionArgs args;
   args.batch = qs[0];
@@ -282,6 +317,7 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   args.page_table = page_table.typed_data();
   args.context_lens = context_lens.typed_data();
   args.query_lens = query_lens.typed_data();
+  args.sinks = sinks.element_count() == 0 ? nullptr : sinks.typed_data();
   args.out = out->untyped_data();
   return run_on(threads, [&](Pool& pool) { kernels().paged_attention(args, pool); });
 }
@@ -345,6 +381,7 @@ XLA_FFI_DEFINE_HANDLER(kPagedAttention, jaxserve::paged_attention,
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Arg<ffi::Buffer<ffi::S32>>()
+                           .Arg<ffi::Buffer<ffi::F32>>()
                            .Ret<ffi::AnyBuffer>()
                            .Attr<int64_t>("page_size")
                            .Attr<float>("scale")

@@ -19,6 +19,7 @@ inline float float_from_bits(uint32_t bits) {
 }
 inline float to_float(bf16 x) { return float_from_bits(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 
 // Rounds to nearest, ties to even; a NaN stays a NaN.
 inline void from_float(float x, bf16* out) {
@@ -62,9 +63,13 @@ struct PackArgs {
   void* out;
 };
 
+constexpr int64_t kInt8ScaleBytes = 4;  // a float behind the values of a head in an int8 pool
+
 struct AttentionArgs {
   int64_t batch, queries, heads, kv_heads, head_dim;  // q and out: [batch, queries, heads, head_dim]
-  int64_t slots;                                      // k_pages, v_pages: [slots, kv_heads, head_dim]
+  // k_pages, v_pages: [slots, kv_heads, head_dim], or of int8 [slots, kv_heads, head_dim + kInt8ScaleBytes]: a
+  // head's values and their scale.
+  int64_t slots;
   int64_t table_width;                                // page_table: [batch, table_width]
   int64_t page_size;
   int64_t window;  // 0: every earlier key
@@ -74,6 +79,7 @@ struct AttentionArgs {
   const void* q;
   const void* k_pages;
   const void* v_pages;
+  const float* sinks;  // [heads], of each head one more score, whose value is 0; or null
   const int32_t* page_table;
   const int32_t* context_lens;
   const int32_t* query_lens;

@@ -43,6 +43,9 @@ inline vf load_row(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
 inline vf load_row(const float* p) { return _mm256_loadu_ps(p); }
+inline vf load_row(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 
 // The bits of from_float(v, bf16*), each in a lane of 32.
 inline vi rounded(vf v) {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.ops.paging import read_kv
+from jaxserve.ops.paging import head_scales, read_kv
 
 BLOCK_TOKENS = 128  # keys handled per round of the loop: enough for a full dot, little waste at the end
 
 
 def paged_attention_xla(
     q: jax.Array,  # [B, Q, N, D] this step's queries, right-padded to Q
-    k_pool: jax.Array,  # [L, pages * page_size, K, D] or [L, pages * page_size, W]
+    k_pool: jax.Array,  # [L, pages * page_size, K, D] or [L, pages * page_size, W]; int8: see ops/paging.py
     v_pool: jax.Array,  # the same
     layer: jax.Array,  # [] int32 which layer's pages to read
     window: jax.Array,  # [] int32 a query at position p sees keys in (p - window, p]
@@ -61,7 +61,13 @@ def paged_attention_xla(
         # The trash page may hold anything, NaN included, and so may those that slid out of the window.
         wanted = readable & (key_positions > (starts - window)[:, None])
         v = jnp.where(wanted[:, :, None, None], v, 0)
+        k_scales = v_scales = None
+        if k_pool.dtype == jnp.int8:  # scaled are scores and weights: so many fewer than elements
+            k_scales, v_scales = (head_scales(x).transpose(0, 2, 1)[:, :, None] for x in (k, v))
+            k, v = k[..., :D].astype(q.dtype), v[..., :D].astype(q.dtype)  # whole numbers: exact
         scores = scale * jnp.einsum("bkqd,btkd->bkqt", queries, k, preferred_element_type=jnp.float32)
+        if k_scales is not None:
+            scores = scores * k_scales
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = key_positions <= positions[:, :, None]  # [B, Q, T]
@@ -75,6 +81,8 @@ def paged_attention_xla(
         weights = jnp.exp(scores - safe_peak[..., None])
         shrink = jnp.exp(peak - safe_peak)
         total = total * shrink + jnp.sum(weights, axis=-1)
+        if v_scales is not None:
+            weights = weights * v_scales
         mixed = jnp.einsum(
             "bkqt,btkd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
