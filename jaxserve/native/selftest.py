@@ -79,7 +79,8 @@ def _linear_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def _int8_cases(rng: np.random.Generator) -> Iterator[Case]:
-    for rows, group in ((1, 32), (3, 96), (15, 32)):  # 96: one scale a channel
+    # 96: one scale a channel; 27 rows read weights that were widened once for all.
+    for rows, group in ((1, 32), (3, 96), (27, 32)):
         x = rng.standard_normal((rows, 96)).astype(np.float32)
         values = rng.integers(-127, 128, (2, 48, 96)).astype(np.int8)
         scales = rng.uniform(0.01, 1, (2, 48, 96 // group)).astype(np.float32)
