@@ -155,11 +155,26 @@ void run_attention(const Kernels& kernels, Pool& pool, Dtype q_dtype, Dtype kv_d
     for (int64_t i = 0; i * page_size < contexts[b]; ++i) table[b * width + i] = (page++ * 7) % pages;
     query_lens[b] = static_cast<int32_t>(contexts[b] < queries ? contexts[b] : queries);
   }
-  const int64_t elements = pages * page_size * kv_heads * dim, count = batch * queries * heads * dim;
+  const int64_t row = dim + (kv_dtype == Dtype::kInt8 ? kInt8ScaleBytes : 0);
+  const int64_t elements = pages * page_size * kv_heads * row, count = batch * queries * heads * dim;
   const std::vector<char> q = values(count, q_dtype), k = values(elements, kv_dtype), v = values(elements, kv_dtype);
+  const std::vector<float> sinks(heads, 0.5f);
   std::vector<char> out(count * size_of(q_dtype));
-  AttentionArgs args = {batch,   queries, heads,    kv_heads, dim,      pages * page_size,
-                        width, page_size, window, 0.125f,   soft_cap, q_dtype,  kv_dtype};
+  AttentionArgs args = {};
+  args.batch = batch;
+  args.queries = queries;
+  args.heads = heads;
+  args.kv_heads = kv_heads;
+  args.head_dim = dim;
+  args.slots = pages * page_size;
+  args.table_width = width;
+  args.page_size = page_size;
+  args.window = window;
+  args.scale = 0.125f;
+  args.soft_cap = soft_cap;
+  args.q_dtype = q_dtype;
+  args.kv_dtype = kv_dtype;
+  args.sinks = window == 0 ? nullptr : sinks.data();
   args.q = q.data();
   args.k_pages = k.data();
   args.v_pages = v.data();
@@ -171,9 +186,8 @@ void run_attention(const Kernels& kernels, Pool& pool, Dtype q_dtype, Dtype kv_d
 }
 
 void run_attentions(const Kernels& kernels, Pool& pool) {
-  const Dtype floats[] = {Dtype::kFloat32, Dtype::kBfloat16};
-  for (const Dtype q_dtype : floats) {
-    for (const Dtype kv_dtype : floats) {
+  for (const Dtype q_dtype : {Dtype::kFloat32, Dtype::kBfloat16}) {
+    for (const Dtype kv_dtype : {Dtype::kFloat32, Dtype::kBfloat16, Dtype::kInt8}) {
       for (const int64_t queries : {1, 2, 9}) {
         for (const int64_t dim : {16, 48, 256}) {
           for (const int64_t page_size : {4, 16}) {
