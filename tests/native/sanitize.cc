@@ -93,11 +93,12 @@ void run_linear(const Kernels& kernels, Pool& pool, int64_t m, int64_t n, int64_
   if (packed) {
     const bool fixed = w_dtype == Dtype::kBfloat16;
     in_order.resize(n * (fixed ? 2 * k + 4 : k * size_of(w_dtype) + (group == 0 ? 0 : 4 * k / group)));
-    kernels.pack({n, k, w_dtype, w.data(), scales.data(), group, in_order.data()}, pool);
+    const auto pack = w_dtype == Dtype::kFloat32 ? kernels.pack : kernels.pack_fixed;
+    pack({n, k, w_dtype, w.data(), scales.data(), group, in_order.data()}, pool);
     args.w = in_order.data();
     if (fixed) args.w_dtype = Dtype::kInt16, args.group = k;
   }
-  (packed ? kernels.linear_packed : kernels.linear)(args, pool);
+  (!packed ? kernels.linear : w_dtype == Dtype::kFloat32 ? kernels.linear_packed : kernels.linear_fixed)(args, pool);
 }
 
 void run_linears(const Kernels& kernels, Pool& pool) {

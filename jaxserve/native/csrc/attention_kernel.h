@@ -8,6 +8,7 @@
 constexpr int64_t kBlockKeys = 64;
 constexpr int64_t kSpanKeys = 512;
 constexpr int64_t kTileQueryRows = 96;  // query rows (queries x heads of a group) that share unpacked keys
+constexpr int kFewQueryRows = 6;             // up to so many multiply values straight from the cache
 constexpr int64_t kWorkForThreads = 200000;  // multiply-adds below which waking a thread costs more
 constexpr float kNothing = -1e30f;      // the maximum of no score: finite, so that differences stay numbers
 constexpr float kMasked = -3e38f;
@@ -89,37 +90,31 @@ inline void merge(State total, State part, int64_t rows, int64_t head_dim) {
   }
 }
 
+// Panels that few rows take at once: with less accumulators they would wait for each other.
+constexpr int side_panels(int rows) { return kTileVectors == 1 || rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
 // c[r, :] (+)= sum_s a[r * a_row + s] * b[panel][s][:], for any number of rows and panels.
 template <Into kInto>
 inline void product(int64_t rows, const float* a, int64_t a_row, const float* b, int64_t b_panel, int64_t panels,
                     int64_t steps, float* c, int64_t c_row) {
   const char* const here = reinterpret_cast<const char*>(b);
-  int64_t p = 0;
-  // One to three rows take more panels at once: fewer accumulators would wait for each other.
-#define JAXSERVE_FEW_ROWS(kRows, kPanels)                                                                       \
-  for (; p + kPanels <= panels; p += kPanels)                                                                   \
-    tile<kRows, kPanels, kInto>(a, a_row, 1, b + p * b_panel, b_panel, steps, c + p * kTileCols, c_row, here, 0)
-  if (rows == 1) {
-    JAXSERVE_FEW_ROWS(1, 4);
-    JAXSERVE_FEW_ROWS(1, 1);
-  } else if (rows == 2) {
-    JAXSERVE_FEW_ROWS(2, 2);
-    JAXSERVE_FEW_ROWS(2, 1);
-  } else if (rows == 3) {
-    JAXSERVE_FEW_ROWS(3, 2);
+  if (rows <= kFewQueryRows) {
+    return with_rows<kFewQueryRows>(static_cast<int>(rows), [&](auto count) {
+      constexpr int kSide = side_panels(count);
+      int64_t p = 0;
+      const auto add = [&](auto side) {
+        tile<count, side, kInto>(a, a_row, 1, b + p * b_panel, b_panel, steps, c + p * kTileCols, c_row, here, 0);
+      };
+      for (; p + kSide <= panels; p += kSide) add(std::integral_constant<int, kSide>());
+      for (; p < panels; ++p) add(std::integral_constant<int, 1>());
+    });
   }
-#undef JAXSERVE_FEW_ROWS
-  for (; p < panels; ++p) {
-    for_each_row_tile(rows, [&](int64_t row, int count) {
-      const float* const x = a + row * a_row;
-      const float* const y = b + p * b_panel;
-      float* const out = c + row * c_row + p * kTileCols;
-      switch (count) {
-        case 3: return tile<3, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
-        case 4: return tile<4, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
-        case 5: return tile<5, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
-        case 6: return tile<6, 1, kInto>(x, a_row, 1, y, 0, steps, out, c_row, here, 0);
-      }
+  for (int64_t p = 0; p < panels; ++p) {
+    for_each_row_tile(rows, [&](int64_t row, int few) {
+      with_rows<kTileRows>(few, [&](auto count) {
+        tile<count, 1, kInto>(a + row * a_row, a_row, 1, b + p * b_panel, 0, steps, c + row * c_row + p * kTileCols,
+                              c_row, here, 0);
+      });
     });
   }
 }
@@ -128,10 +123,9 @@ inline void product(int64_t rows, const float* a, int64_t a_row, const float* b,
 template <typename Row>
 inline void store_pairs_transposed(const int8_t*, const Row& row, float* out, int64_t lane_stride,
                                    int64_t half_stride) {
-  alignas(64) float wide[kLanes][2 * kLanes];
+  alignas(64) float wide[kLanes][2 * kPairs];
   for (int i = 0; i < kLanes; ++i) {
-    store(wide[i], load_row(row(i)));
-    store(wide[i] + kLanes, load_row(row(i) + kLanes));
+    for (int e = 0; e < 2 * kPairs; e += kLanes) store(wide[i] + e, load_row(row(i) + e));
   }
   const auto wide_row = [&wide](int i) -> const float* { return wide[i]; };
   store_pairs_transposed(wide[0], wide_row, out, lane_stride, half_stride);
@@ -196,7 +190,7 @@ class Attention {
         const State part = from_row(state, h * rows, dim_);
         const int64_t head = (item.first_head + h) * head_size_;
         pack_keys(static_cast<const KV*>(args_.k_pages) + head, block, next, panels * kTileCols, keys);
-        if (rows <= kTileRows) ask(static_cast<const KV*>(args_.k_pages) + head, next, panels * kTileCols);
+        if (rows <= kFewQueryRows) ask(static_cast<const KV*>(args_.k_pages) + head, next, panels * kTileCols);
         product<Into::kFresh>(rows, q + h * rows * dim_, dim_, keys, kTileCols * dim_, panels, dim_, scores,
                               kBlockKeys);
         const KV* const v = static_cast<const KV*>(args_.v_pages) + head;
@@ -206,8 +200,8 @@ class Attention {
           load_scales(v, block, panels * kTileCols, value_scales);
         }
         softmax(item, start, panels * kTileCols, key_scales, value_scales, scores, part);
-        if (rows <= kTileRows) {
-          add_values(rows, scores, v, block, next, live, part.out);
+        if (rows <= kFewQueryRows) {
+          add_rows(rows, scores, v, block, next, live, part.out);
           ask(v, next, live);
         } else {
           pack_values(v, block, next, live, values);
@@ -314,7 +308,7 @@ class Attention {
   void pack_keys(const KV* pages, const Block& block, const Block& next, int64_t keys, float* out) const {
     for (int64_t t = 0; t < keys; t += kLanes) {
       float* dst = out + t / kTileCols * kTileCols * dim_ + t % kTileCols;
-      for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
+      for (int64_t d = 0; d < dim_; d += 2 * kPairs) {
         const auto row = [&](int i) { return pages + block.offset[t + i] + d; };
         if (d % (64 / sizeof(KV)) == 0) {
           for (int i = 0; i < kLanes; ++i) __builtin_prefetch(pages + next.offset[t + i] + d, 0, 2);
@@ -323,7 +317,7 @@ class Attention {
         if (sizeof(KV) == 2) {
           store_pairs_transposed(pages, row, dst + d * kTileCols, 2 * kTileCols, kTileCols);
         } else {
-          store_pairs_transposed(pages, row, dst + d * kTileCols, kTileCols, kLanes * kTileCols);
+          store_pairs_transposed(pages, row, dst + d * kTileCols, kTileCols, kPairs * kTileCols);
         }
       }
     }
@@ -336,8 +330,7 @@ class Attention {
       const KV* ahead = pages + next.offset[i];
       for (int64_t d = 0; d < dim_; d += kTileCols) {
         float* dst = out + d * kBlockKeys + i * kTileCols;
-        store(dst, load_row(value + d));
-        store(dst + kLanes, load_row(value + d + kLanes));
+        for (int v = 0; v < kTileCols; v += kLanes) store(dst + v, load_row(value + d + v));
         if (d % (64 / sizeof(KV)) == 0) __builtin_prefetch(ahead + d, 0, 2);
       }
     }
@@ -345,30 +338,22 @@ class Attention {
 
   // out[r, :] += sum_i weights[r, i] * value i, in order of i: what product() does, for few rows and straight
   // from the cache. Asks the memory for the same values of block `next`.
-  void add_values(int64_t rows, const float* weights, const KV* pages, const Block& block, const Block& next,
+  void add_rows(int64_t rows, const float* weights, const KV* pages, const Block& block, const Block& next,
                   int64_t keys, float* out) const {
-    int64_t d = 0;
-#define JAXSERVE_ROWS(kRows, kPanels)                                       \
-  case kRows:                                                               \
-    for (; d + kPanels * kTileCols <= dim_; d += kPanels * kTileCols)       \
-      add_values<kRows, kPanels>(weights, pages + d, block, next, keys, out + d); \
-    for (; d < dim_; d += kTileCols) add_values<kRows, 1>(weights, pages + d, block, next, keys, out + d); \
-    break
-    switch (rows) {
-      JAXSERVE_ROWS(1, 4);
-      JAXSERVE_ROWS(2, 2);
-      JAXSERVE_ROWS(3, 2);
-      JAXSERVE_ROWS(4, 1);
-      JAXSERVE_ROWS(5, 1);
-      JAXSERVE_ROWS(6, 1);
-    }
-#undef JAXSERVE_ROWS
+    with_rows<kFewQueryRows>(static_cast<int>(rows), [&](auto count) {
+      constexpr int kSide = side_panels(count);
+      int64_t d = 0;
+      for (; d + kSide * kTileCols <= dim_; d += kSide * kTileCols) {
+        add_values<count, kSide>(weights, pages + d, block, next, keys, out + d);
+      }
+      for (; d < dim_; d += kTileCols) add_values<count, 1>(weights, pages + d, block, next, keys, out + d);
+    });
   }
 
   template <int kRows, int kPanels>
   void add_values(const float* weights, const KV* values, const Block& block, const Block& next, int64_t keys,
                   float* out) const {
-    constexpr int kVectors = 2 * kPanels;
+    constexpr int kVectors = kTileVectors * kPanels, kLineVectors = 64 / sizeof(KV) / kLanes;  // of a cache line
     vf acc[kRows][kVectors];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -379,7 +364,7 @@ class Attention {
       const KV* value = values + block.offset[i];
       const KV* ahead = values + next.offset[i];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; v += 64 / sizeof(KV) / kLanes) __builtin_prefetch(ahead + v * kLanes, 0, 2);
+      for (int v = 0; v < kVectors; v += kLineVectors) __builtin_prefetch(ahead + v * kLanes, 0, 2);
       vf x[kRows];
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) x[r] = set1(weights[r * kBlockKeys + i]);

@@ -1,4 +1,4 @@
-// y = x @ w^T in 16-bit fixed point, for bfloat16 and for int8 weights. Included after linear_kernel.h.
+// y = x @ w^T in 16-bit fixed point, for bfloat16 and for int8 weights. Included after tile.h and sums.h.
 //
 // AVX2 multiplies and adds twice as many 16-bit integers in a cycle as floats, so both sides are whole numbers:
 // bfloat16 w is scaled to +-kFixedW, channel by channel, when it is packed; int8 w comes with the scales of its
@@ -67,6 +67,19 @@ inline void pack_int8_rows(const int8_t* w, const float* scales, int64_t k, int6
   }
 }
 
+void pack_fixed(const PackArgs& args, Pool& pool) {
+  const int64_t k = args.k, panel = k * kTileCols;  // elements
+  char* const out = static_cast<char*>(args.out);
+  pool.parallel_for(args.rows / kTileCols, [&args, out, k, panel](int64_t i) {
+    if (args.dtype == Dtype::kBfloat16) {
+      pack_fixed_rows(static_cast<const bf16*>(args.w) + i * panel, k, out + i * fixed_group_bytes(k, sizeof(int16_t)));
+    } else {
+      pack_int8_rows(static_cast<const int8_t*>(args.w) + i * panel, args.scales + i * panel / args.group, k,
+                     args.group, out + i * (k / args.group) * fixed_group_bytes(args.group, sizeof(int8_t)));
+    }
+  });
+}
+
 // Rows of x as integers.
 struct FixedRows {
   int64_t m, k;     // rows that lie together, and their elements
@@ -96,14 +109,12 @@ void quantise_row(const X* x, int64_t first, int rows, int r, const FixedRows& o
     float largest = 0.0f;
     for (int i = 0; i < 2 * kLanes; ++i) largest = larger(largest, parts[i]);
     const vf factor = set1(to_fixed(largest, out.limit));
-    alignas(64) int32_t pairs[kFixedGroup / 2];
-    for (int64_t i = 0; i < length; i += 2 * kLanes) {
-      store_fixed(pairs + i / 2, mul(load(values + i), factor), mul(load(values + i + kLanes), factor));
-    }
+    alignas(64) int16_t whole[kFixedGroup];
+    for (int64_t i = 0; i < length; i += kLanes) store_fixed(whole + i, mul(load(values + i), factor));
     for (int64_t begin = 0; begin < length; begin += out.segment) {
       const int64_t part = length - begin < out.segment ? length - begin : out.segment;
       int32_t* to = out.pairs + (m * (start + begin) + first * part) / 2 + r;
-      for (int64_t i = 0; i < part / 2; ++i) to[i * rows] = pairs[begin / 2 + i];
+      for (int64_t i = 0; i < part / 2; ++i) std::memcpy(to + i * rows, whole + begin + 2 * i, sizeof(int32_t));
       out.scales[(start + begin) / out.segment * m + first + r] = largest / out.limit;
     }
   }
@@ -128,22 +139,30 @@ struct FixedRun {
 // function, or a loop with a part peeled off, GCC runs out of registers.
 template <int kRows, typename W, bool kFetch>
 __attribute__((noinline)) void fixed_tile(const FixedRun& run) {
+  constexpr int kChains = fixed_chains(kRows), kUnrolled = kChains < 2 ? 2 : kChains;
   float* const sums = run.sums;
   for (int64_t i = 0; i < run.segments; ++i) {
-    vi acc[kRows][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = vi{};
+    vi acc[kChains][kRows][kTileVectors];
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kTileVectors; ++v) acc[c][r][v] = vi{};
+      }
+    }
     const int32_t* x = run.x + i * run.x_stride;
     const char* w = run.w + i * run.w_stride;
 #pragma GCC unroll 1
-    for (int64_t s = run.steps; s > 0; s -= 2) {
+    for (int64_t s = run.steps; s > 0; s -= kUnrolled) {
+#pragma GCC unroll 4
+      for (int u = 0; u < kUnrolled; ++u) {
+        if (kFetch && (u % 2 == 0 || sizeof(W) == 2)) __builtin_prefetch(w + kFixedAhead, 0, 2);
+        vi b[kTileVectors];
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        if (kFetch && (half == 0 || sizeof(W) == 2)) __builtin_prefetch(w + kFixedAhead, 0, 2);
-        const W* const pairs = reinterpret_cast<const W*>(w);
-        const vi b0 = load_pairs(pairs), b1 = load_pairs(pairs + 2 * kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) add_pairs(x + r, b0, b1, acc[r][0], acc[r][1]);
+        for (int v = 0; v < kTileVectors; ++v) b[v] = load_pairs(reinterpret_cast<const W*>(w) + v * 2 * kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) add_pairs(x + r, b, acc[u % kChains][r]);
         x += kRows;
         w += 2 * kTileCols * sizeof(W);
       }
@@ -151,14 +170,16 @@ __attribute__((noinline)) void fixed_tile(const FixedRun& run) {
     const float* const x_scales = run.x_scales + i * run.x_scale_stride;
     const char* const w_scales = run.w_scales + i * run.w_scale_stride;
     if (kFetch) __builtin_prefetch(w_scales + kFixedAhead, 0, 2);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const vf scale = set1(x_scales[r]);
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
+      for (int v = 0; v < kTileVectors; ++v) {
+#pragma GCC unroll 4
+        for (int c = 1; c < kChains; ++c) acc[0][r][v] = add_whole(acc[0][r][v], acc[c][r][v]);
         float* const out = sums + r * kTileCols + v * kLanes;
         const vf factor = mul(scale, load(reinterpret_cast<const float*>(w_scales) + v * kLanes));
-        store(out, fma(to_floats(acc[r][v]), factor, load(out)));
+        store(out, fma(to_floats(acc[0][r][v]), factor, load(out)));
       }
     }
   }
@@ -166,19 +187,12 @@ __attribute__((noinline)) void fixed_tile(const FixedRun& run) {
 
 template <typename W, bool kFetch>
 inline void add_fixed(int rows, const FixedRun& run) {
-  switch (rows) {
-    case 1: return fixed_tile<1, W, kFetch>(run);
-    case 2: return fixed_tile<2, W, kFetch>(run);
-    case 3: return fixed_tile<3, W, kFetch>(run);
-    case 4: return fixed_tile<4, W, kFetch>(run);
-    case 5: return fixed_tile<5, W, kFetch>(run);
-    case 6: return fixed_tile<6, W, kFetch>(run);
-  }
+  with_rows<kFixedRows>(rows, [&](auto count) { fixed_tile<count, W, kFetch>(run); });
 }
 
 // Rows [top, top + m) of x as integers.
 inline void quantise_rows(const LinearArgs& args, int64_t top, const FixedRows& out, Pool& pool) {
-  const int64_t m = out.m, k = out.k, tiles = (m + kTileRows - 1) / kTileRows;
+  const int64_t m = out.m, k = out.k, tiles = (m + kFixedRows - 1) / kFixedRows;
   const auto quantise = [&args, &out, top, m, k, tiles](int64_t i) {
     const int64_t first = m * i / tiles;
     const int rows = static_cast<int>(m * (i + 1) / tiles - first);
@@ -248,7 +262,7 @@ void add_fixed_block(const char* panel, const FixedBlock& block, const FixedRows
     run.sums = sums + row * kTileCols;
   };
   if (sizeof(W) == 2 || m <= kSequentialRows) {
-    return for_each_row_tile(m, [&](int64_t row, int rows) {
+    return for_each_row_tile<kFixedRows>(m, [&](int64_t row, int rows) {
       move_to(row);
       row == 0 ? add_fixed<W, true>(rows, run) : add_fixed<W, false>(rows, run);
     });
@@ -259,27 +273,26 @@ void add_fixed_block(const char* panel, const FixedBlock& block, const FixedRows
     const W* from = reinterpret_cast<const W*>(run.w + i * run.w_stride);
     for (int64_t s = 0; s < pairs; ++s, from += 2 * kTileCols, to += 2 * kTileCols) {
       if (s % 2 == 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kFixedAhead, 0, 2);
-      store_pairs(to, load_pairs(from));
-      store_pairs(to + 2 * kLanes, load_pairs(from + 2 * kLanes));
+      for (int v = 0; v < kTileVectors; ++v) store_pairs(to + v * 2 * kLanes, load_pairs(from + v * 2 * kLanes));
     }
   }
   run.w = reinterpret_cast<const char*>(wide);
   run.w_stride = pairs * 2 * kTileCols * sizeof(int16_t);
-  for_each_row_tile(m, [&](int64_t row, int rows) {
+  for_each_row_tile<kFixedRows>(m, [&](int64_t row, int rows) {
     move_to(row);
     add_fixed<int16_t, false>(rows, run);
   });
 }
 
 template <typename W>
-void linear_fixed(const LinearArgs& args, Pool& pool) {
+void linear_fixed_typed(const LinearArgs& args, Pool& pool) {
   const int64_t k = args.k, group = args.group, panel = k / group * fixed_group_bytes(group, sizeof(W));
   const int64_t segment = group < kFixedGroup ? group : kFixedGroup, segments = (k + segment - 1) / segment;
   const int64_t panels = args.n / kTileCols;
   const std::vector<FixedBlock> blocks = fixed_blocks(k, group, segment, sizeof(W));
   const char* const w = static_cast<const char*>(args.w);
-  int64_t pass = kFixedPassBytes / (2 * k) / kTileRows * kTileRows;
-  if (pass < 8 * kTileRows) pass = 8 * kTileRows;
+  int64_t pass = kFixedPassBytes / (2 * k) / kFixedRows * kFixedRows;
+  if (pass < 8 * kFixedRows) pass = 8 * kFixedRows;
   for (int64_t top = 0; top < args.m; top += pass) {
     const int64_t m = args.m - top < pass ? args.m - top : pass;
     const FixedRows xs = {m, k, segment, sizeof(W) == 1 ? kFixedXForInt8 : kFixedX,
@@ -312,5 +325,13 @@ void linear_fixed(const LinearArgs& args, Pool& pool) {
         }
       }
     });
+  }
+}
+
+void linear_fixed(const LinearArgs& args, Pool& pool) {
+  if (args.w_dtype == Dtype::kInt16) {
+    linear_fixed_typed<int16_t>(args, pool);
+  } else {
+    linear_fixed_typed<int8_t>(args, pool);
   }
 }

@@ -24,18 +24,16 @@ template <typename X, typename Y>
 void gate_row(const X* x, int64_t width, Activation activation, Y* out) {
   const X* up = x + width;
   int64_t i = 0;
-  float values[2 * kLanes];
-  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
-    const vf a = mul(activated(load_row(x + i), activation), load_row(up + i));
-    const vf b = mul(activated(load_row(x + i + kLanes), activation), load_row(up + i + kLanes));
+  for (; i + kLanes <= width; i += kLanes) {
+    const vf value = mul(activated(load_row(x + i), activation), load_row(up + i));
     if constexpr (sizeof(Y) == 2) {
-      store_rounded(out + i, a, b);
+      store_rounded(out + i, value);
     } else {
-      store(out + i, a);
-      store(out + i + kLanes, b);
+      store(out + i, value);
     }
   }
   for (; i < width; ++i) {
+    float values[kLanes];
     store(values, mul(activated(set1(to_float(x[i])), activation), set1(to_float(up[i]))));
     from_float(values[0], out + i);
   }

@@ -20,7 +20,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-const Kernels* const kAllKernels[] = {&kAvx2Kernels, &kPortableKernels};  // fastest first
+const Kernels* const kAllKernels[] = {&kAvx512Kernels, &kAvx2Kernels, &kPortableKernels};  // fastest first
 
 // The kernels in use: the fastest set that this CPU runs, unless jaxserve_use_isa() chose another.
 std::atomic<const Kernels*>& chosen() {
@@ -122,7 +122,8 @@ ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ff
   args.x = x.untyped_data();
   args.w = layer_of(w, index, ws[1] * ws[2]);
   args.y = y->untyped_data();
-  return run_on(threads, [&](Pool& pool) { (packed ? kernels().linear_packed : kernels().linear)(args, pool); });
+  const auto run = !packed ? kernels().linear : fixed ? kernels().linear_fixed : kernels().linear_packed;
+  return run_on(threads, [&](Pool& pool) { run(args, pool); });
 }
 
 ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
@@ -147,7 +148,8 @@ ffi::Error run_pack(ffi::ThreadPool threads, const ffi::AnyBuffer& w, const ffi:
   args.group = group;
   args.out = out->untyped_data();
   want_huge_pages(args.out, out->size_bytes());
-  return run_on(threads, [&](Pool& pool) { kernels().pack(args, pool); });
+  const auto pack = args.dtype == Dtype::kFloat32 ? kernels().pack : kernels().pack_fixed;
+  return run_on(threads, [&](Pool& pool) { pack(args, pool); });
 }
 
 ffi::Error pack(ffi::ThreadPool threads, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {

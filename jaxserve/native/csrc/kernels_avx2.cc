@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -25,6 +26,7 @@ namespace avx2 {
 namespace {
 #include "vec_avx2.h"
 #include "tile.h"
+#include "sums.h"
 #include "linear_kernel.h"
 #include "fixed_kernel.h"
 #include "packed_kernel.h"
@@ -38,12 +40,24 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Kernels kAvx2Kernels = {"avx2", avx2_runs_here, avx2::linear, avx2::kTileCols, avx2::kGroup, avx2::pack, avx2::linear_packed, avx2::paged_attention, avx2::gate};
+const Kernels kAvx2Kernels = {
+    "avx2",
+    avx2_runs_here,
+    avx2::linear,
+    avx2::kTileCols,
+    avx2::kGroup,
+    avx2::pack,
+    avx2::linear_packed,
+    avx2::pack_fixed,
+    avx2::linear_fixed,
+    avx2::paged_attention,
+    avx2::gate,
+};
 }  // namespace jaxserve
 
 #else
 
 namespace jaxserve {
-const Kernels kAvx2Kernels = {"avx2", [] { return false; }, nullptr, 0, 0, nullptr, nullptr, nullptr, nullptr};
+const Kernels kAvx2Kernels = {"avx2", [] { return false; }};
 }  // namespace jaxserve
 #endif

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace jaxserve {
@@ -12,6 +13,7 @@ namespace portable {
 namespace {
 #include "vec_portable.h"
 #include "tile.h"
+#include "sums.h"
 #include "linear_kernel.h"
 #include "fixed_kernel.h"
 #include "packed_kernel.h"
@@ -20,5 +22,17 @@ namespace {
 }  // namespace
 }  // namespace portable
 
-const Kernels kPortableKernels = {"portable", [] { return true; }, portable::linear, portable::kTileCols, portable::kGroup, portable::pack, portable::linear_packed, portable::paged_attention, portable::gate};
+const Kernels kPortableKernels = {
+    "portable",
+    [] { return true; },
+    portable::linear,
+    portable::kTileCols,
+    portable::kGroup,
+    portable::pack,
+    portable::linear_packed,
+    portable::pack_fixed,
+    portable::linear_fixed,
+    portable::paged_attention,
+    portable::gate,
+};
 }  // namespace jaxserve

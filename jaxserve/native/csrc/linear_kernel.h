@@ -1,4 +1,4 @@
-// y = x @ w^T with float32 sums. Included inside a namespace, after vec_*.h and tile.h.
+// y = x @ w^T with float32 sums. Included inside a namespace, after vec_*.h, tile.h and sums.h.
 //
 // Batch invariance: y[m, n] is computed by the same operations in the same order whatever the number of
 // rows and whatever the kernel. K is cut into blocks of kBlock elements; inside a block, lane j of a vector
@@ -13,16 +13,10 @@ constexpr int64_t kBlock = kBlockSteps * kLanes;   // elements of K
 constexpr int64_t kDotRows = 16;                   // up to here, `dot`
 constexpr int64_t kDotCols = 12;                   // channels that `dot` takes at once
 constexpr int64_t kPassRows = 516;                 // rows that `tile` takes at once: bounds the scratch memory
-constexpr int64_t kThreadedUnpack = 100000;        // elements of x from which threads share in unpacking it
 constexpr int64_t kChunkBytes = 128 << 10;         // of weights: what a thread takes at a time
 constexpr int64_t kPackedChunkBytes = 64 << 10;    // of packed ones, at most
-constexpr int64_t kChunksPerThread = 8;            // at least, so that threads finish together
 
-struct XTag {};
 struct PanelTag {};
-struct SumTag {};
-
-inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // Where element `o` of a group ends up after load_half(): its half and its lane.
 template <typename W>
@@ -36,17 +30,6 @@ inline const W* padded_tail(const W* row, int64_t full, int64_t k, W tail[kGroup
   std::memset(static_cast<void*>(tail), 0, kGroup * sizeof(W));
   std::memcpy(static_cast<void*>(tail), row + full, (k - full) * sizeof(W));
   return tail;
-}
-
-inline void write_sums(const LinearArgs& args, int64_t row, int64_t col, int64_t cols, const float* sums) {
-  if (args.y_dtype == Dtype::kFloat32) {
-    std::memcpy(static_cast<float*>(args.y) + row * args.n + col, sums, cols * sizeof(float));
-    return;
-  }
-  bf16* y = static_cast<bf16*>(args.y) + row * args.n + col;
-  int64_t c = 0;
-  for (; c + 2 * kLanes <= cols; c += 2 * kLanes) store_rounded(y + c, load(sums + c), load(sums + c + kLanes));
-  for (; c < cols; ++c) from_float(sums[c], y + c);
 }
 
 // ---- few rows ----
@@ -270,14 +253,9 @@ void pack_panel(const W* w, int64_t n, int64_t k, int64_t col, int64_t start, in
 inline void add_tile(int rows, const float* x, const float* panel, int64_t steps, float* sums, const void* ahead,
                      int64_t ahead_bytes) {
   const char* const p = static_cast<const char*>(ahead);
-  switch (rows) {
-    case 1: return tile<1, 1, Into::kAdd>(x, 1, 1, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
-    case 2: return tile<2, 1, Into::kAdd>(x, 1, 2, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
-    case 3: return tile<3, 1, Into::kAdd>(x, 1, 3, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
-    case 4: return tile<4, 1, Into::kAdd>(x, 1, 4, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
-    case 5: return tile<5, 1, Into::kAdd>(x, 1, 5, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
-    case 6: return tile<6, 1, Into::kAdd>(x, 1, 6, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
-  }
+  with_rows<kTileRows>(rows, [&](auto count) {
+    tile<count, 1, Into::kAdd>(x, 1, count, panel, 0, steps, sums, kTileCols, p, ahead_bytes);
+  });
 }
 
 template <typename W>

@@ -1,6 +1,5 @@
 // y = x @ w^T on float32 weights that were packed once, when they were loaded. Included after linear_kernel.h,
-// whose sums it computes: the same elements in the same order, so the bits are equal; and after fixed_kernel.h,
-// which takes bfloat16 and int8 weights.
+// whose sums it computes: the same elements in the same order, so the bits are equal.
 //
 // A matrix [n, k], n a multiple of kTileCols and k of kGroup, is cut into panels of kTileCols output channels,
 // and stays as large as it was. A panel is [block of K][pair of lanes][step][lane of the pair][channel]:
@@ -30,21 +29,9 @@ inline void pack_rows(const float* w, int64_t k, float* out) {
 }
 
 void pack(const PackArgs& args, Pool& pool) {
-  const int64_t k = args.k, panel = k * kTileCols;  // elements
-  char* const out = static_cast<char*>(args.out);
-  pool.parallel_for(args.rows / kTileCols, [&args, out, k, panel](int64_t i) {
-    switch (args.dtype) {
-      case Dtype::kBfloat16:
-        pack_fixed_rows(static_cast<const bf16*>(args.w) + i * panel, k,
-                        out + i * fixed_group_bytes(k, sizeof(int16_t)));
-        break;
-      case Dtype::kInt8:
-        pack_int8_rows(static_cast<const int8_t*>(args.w) + i * panel, args.scales + i * panel / args.group, k,
-                       args.group, out + i * (k / args.group) * fixed_group_bytes(args.group, sizeof(int8_t)));
-        break;
-      default:
-        pack_rows(static_cast<const float*>(args.w) + i * panel, k, reinterpret_cast<float*>(out) + i * panel);
-    }
+  const int64_t panel = args.k * kTileCols;  // elements
+  pool.parallel_for(args.rows / kTileCols, [&args, panel](int64_t i) {
+    pack_rows(static_cast<const float*>(args.w) + i * panel, args.k, static_cast<float*>(args.out) + i * panel);
   });
 }
 
@@ -115,14 +102,9 @@ inline void add_lanes(const float* x, int64_t x_lane, const float* block, int64_
 
 inline void add_block(int rows, const float* x, int64_t x_lane, const float* block, int64_t steps, float* sums,
                int64_t ahead_bytes) {
-  switch (rows) {
-    case 1: return add_lanes<1, 2>(x, x_lane, block, steps, sums, ahead_bytes);
-    case 2: return add_lanes<2, 2>(x, x_lane, block, steps, sums, ahead_bytes);
-    case 3: return add_lanes<3, 2>(x, x_lane, block, steps, sums, ahead_bytes);
-    case 4: return add_lanes<4, 1>(x, x_lane, block, steps, sums, ahead_bytes);
-    case 5: return add_lanes<5, 1>(x, x_lane, block, steps, sums, ahead_bytes);
-    case 6: return add_lanes<6, 1>(x, x_lane, block, steps, sums, ahead_bytes);
-  }
+  with_rows<kTileRows>(rows, [&](auto count) {
+    add_lanes<count, count <= 3 ? 2 : 1>(x, x_lane, block, steps, sums, ahead_bytes);
+  });
 }
 
 // A lane of a block as float32, [step][channel].
@@ -133,17 +115,14 @@ inline void widen(const float* w, int64_t steps, float* out) {
   }
 }
 
-// More than kDirectRows are cut into tiles of 4 rows at least.
 inline void add_wide_lane(int rows, const float* x, const float* wide, int64_t steps, float* sums, const char* ahead,
                           int64_t ahead_bytes) {
-  switch (rows) {
-    case 4: return packed_tile<4, 1, kTileCols>(x, 0, wide, steps, sums, ahead, ahead_bytes);
-    case 5: return packed_tile<5, 1, kTileCols>(x, 0, wide, steps, sums, ahead, ahead_bytes);
-    case 6: return packed_tile<6, 1, kTileCols>(x, 0, wide, steps, sums, ahead, ahead_bytes);
-  }
+  with_rows<kTileRows>(rows, [&](auto count) {
+    packed_tile<count, 1, kTileCols>(x, 0, wide, steps, sums, ahead, ahead_bytes);
+  });
 }
 
-inline void linear_packed_float(const LinearArgs& args, Pool& pool) {
+void linear_packed(const LinearArgs& args, Pool& pool) {
   const int64_t n = args.n, k = args.k;
   const float* w = static_cast<const float*>(args.w);
   for (int64_t top = 0; top < args.m; top += kPassRows) {
@@ -182,15 +161,5 @@ inline void linear_packed_float(const LinearArgs& args, Pool& pool) {
         for (int64_t r = 0; r < m; ++r) write_sums(args, top + r, p * kTileCols, kTileCols, sums + r * kTileCols);
       }
     });
-  }
-}
-
-void linear_packed(const LinearArgs& args, Pool& pool) {
-  if (args.w_dtype == Dtype::kInt16) {
-    linear_fixed<int16_t>(args, pool);
-  } else if (args.w_dtype == Dtype::kInt8) {
-    linear_fixed<int8_t>(args, pool);
-  } else {
-    linear_packed_float(args, pool);
   }
 }

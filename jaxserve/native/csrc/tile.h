@@ -1,9 +1,10 @@
-// The register tile that both kernels are made of. Included inside a namespace, after a vec_*.h.
+// The register tile that the kernels are made of. Included inside a namespace, after a vec_*.h.
 
-// Columns of a tile: two vectors.
-constexpr int kTileCols = 2 * kLanes;
-// Rows of a tile: 12 accumulators, 2 vectors of b and 1 of a fill the 16 registers.
-constexpr int kTileRows = 6;
+// Columns of a tile: two vectors, or one of AVX-512.
+constexpr int kTileCols = kTileVectors * kLanes;
+// Rows of a tile. 12 accumulators, 2 vectors of b and 1 of a fill 16 registers; one of AVX-512 has as many
+// accumulators, which two units with a latency of 4 keep busy.
+constexpr int kTileRows = 12 / kTileVectors;
 
 enum class Into {
   kFresh,     // c = sum
@@ -18,9 +19,9 @@ enum class Into {
 template <int kRows, int kPanels, Into kInto>
 inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_panel, int64_t steps,
                  float* c, int64_t c_row, const char* ahead, int64_t ahead_bytes) {
-  constexpr int kVectors = 2 * kPanels;
+  constexpr int kVectors = kTileVectors * kPanels;
   vf acc[kRows][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
@@ -29,12 +30,14 @@ inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, 
   }
   const auto step = [&] {
     if constexpr (kPanels == 1) {  // hold b, one x at a time
-      const vf b0 = load(b), b1 = load(b + kLanes);
+      vf y[kVectors];
 #pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) y[v] = load(b + v * kLanes);
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const vf x = set1(a[r * a_row]);
-        acc[r][0] = fma(x, b0, acc[r][0]);
-        acc[r][1] = fma(x, b1, acc[r][1]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(x, y[v], acc[r][v]);
       }
     } else {  // hold the few x, one vector of b at a time
       vf x[kRows];
@@ -42,7 +45,7 @@ inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, 
       for (int r = 0; r < kRows; ++r) x[r] = set1(a[r * a_row]);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const vf y = load(b + v / 2 * b_panel + v % 2 * kLanes);
+        const vf y = load(b + v / kTileVectors * b_panel + v % kTileVectors * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) acc[r][v] = fma(x[r], y, acc[r][v]);
       }
@@ -57,7 +60,7 @@ inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, 
     step();
   }
   if (steps % 2 != 0) step();
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
@@ -67,10 +70,17 @@ inline void tile(const float* a, int64_t a_row, int64_t a_step, const float* b, 
   }
 }
 
-// Cuts `rows` into nearly equal tiles: fn(first row, rows of the tile).
-template <typename Fn>
+// fn(a constant of value `rows`), which is in [1, kMost].
+template <int kMost, typename Fn>
+inline void with_rows(int rows, const Fn& fn) {
+  if (rows == kMost) return fn(std::integral_constant<int, kMost>());
+  if constexpr (kMost > 1) with_rows<kMost - 1>(rows, fn);
+}
+
+// Cuts `rows` into nearly equal tiles of at most kMost: fn(first row, rows of the tile).
+template <int kMost = kTileRows, typename Fn>
 inline void for_each_row_tile(int64_t rows, const Fn& fn) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t tiles = (rows + kMost - 1) / kMost;
   int64_t row = 0;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t end = rows * (i + 1) / tiles;

@@ -1,6 +1,8 @@
 // Eight float lanes on AVX2 and FMA. Included inside a namespace, under a target("avx2,fma") region.
 
 constexpr int kLanes = 8;
+constexpr int kTileVectors = 2;  // of a register tile
+constexpr int kPairs = kLanes;   // of elements, that store_pairs_transposed() takes of each row
 
 using vf = __m256;
 using vi = __m256i;
@@ -55,10 +57,11 @@ inline vi rounded(vf v) {
   const vi nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(near, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
 }
-// 2 * kLanes values as bfloat16.
-inline void store_rounded(bf16* p, vf a, vf b) {
-  const vi packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(a), rounded(b)), 0xd8);
-  _mm256_storeu_si256(reinterpret_cast<vi*>(p), packed);
+// kLanes values as bfloat16.
+inline void store_rounded(bf16* p, vf v) {
+  const vi bits = rounded(v);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 
 // Floats [0, 4) of eight rows, transposed: r[j] holds element j of each row.
@@ -90,7 +93,7 @@ inline vf add_lanes_in_order(vf total, const float* p) {
   return total;
 }
 
-// kLanes rows of 2 * kLanes elements, `row(i)` points to one, as kLanes pairs of vectors: out + j * lane_stride
+// kLanes rows of 2 * kPairs elements, `row(i)` points to one, as kPairs pairs of vectors: out + j * lane_stride
 // and out + half_stride + j * lane_stride receive lane j of load_half() 0 and 1.
 template <typename Row>
 inline void store_pairs_transposed(const bf16*, const Row& row, float* out, int64_t lane_stride, int64_t half_stride) {
@@ -133,20 +136,25 @@ inline vi load_pairs(const int8_t* p) {
 }
 // What load_pairs(const int16_t*) reads again.
 inline void store_pairs(int16_t* p, vi v) { _mm256_storeu_si256(reinterpret_cast<vi*>(p), v); }
-// 2 * kLanes values, rounded to 16-bit integers, in their order.
-inline void store_fixed(int32_t* p, vf a, vf b) {
-  const vi packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
-  _mm256_storeu_si256(reinterpret_cast<vi*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+// kLanes values, rounded to 16-bit integers.
+inline void store_fixed(int16_t* p, vf v) {
+  const vi whole = _mm256_cvtps_epi32(v);
+  const __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
-// a0 and a1 += the pair at x, multiplied and added, times each pair of b0 and b1. In assembly, since GCC moves the
-// loads of several rows ahead of their use, and then has no registers left for the sums.
-inline void add_pairs(const int32_t* x, vi b0, vi b1, vi& a0, vi& a1) {
+// Sums of a channel that fixed_tile() keeps side by side: more than one where they would wait for each other.
+constexpr int fixed_chains(int) { return 1; }
+constexpr int kFixedRows = 6;  // of a tile
+inline vi add_whole(vi a, vi b) { return _mm256_add_epi32(a, b); }
+// a += the pair at x, multiplied and added, times each pair of b. In assembly, since GCC moves the loads of several
+// rows ahead of their use, and then has no registers left for the sums.
+inline void add_pairs(const int32_t* x, const vi (&b)[kTileVectors], vi (&a)[kTileVectors]) {
   vi both, first;
   asm("vpbroadcastd %[x], %[both]\n\t"
       "vpmaddwd %[b0], %[both], %[first]\n\t"
       "vpaddd %[first], %[a0], %[a0]\n\t"
       "vpmaddwd %[b1], %[both], %[both]\n\t"
       "vpaddd %[both], %[a1], %[a1]"
-      : [a0] "+x"(a0), [a1] "+x"(a1), [both] "=&x"(both), [first] "=&x"(first)
-      : [b0] "x"(b0), [b1] "x"(b1), [x] "m"(*x));
+      : [a0] "+x"(a[0]), [a1] "+x"(a[1]), [both] "=&x"(both), [first] "=&x"(first)
+      : [b0] "x"(b[0]), [b1] "x"(b[1]), [x] "m"(*x));
 }

@@ -2,6 +2,8 @@
 // Included inside a namespace. The functions are those of vec_avx2.h.
 
 constexpr int kLanes = 4;
+constexpr int kTileVectors = 2;
+constexpr int kPairs = kLanes;
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
@@ -47,11 +49,8 @@ inline vf load_row(const T* p) {
   return vf{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
 
-inline void store_rounded(bf16* p, vf a, vf b) {
-  for (int i = 0; i < kLanes; ++i) {
-    from_float(a[i], p + i);
-    from_float(b[i], p + kLanes + i);
-  }
+inline void store_rounded(bf16* p, vf v) {
+  for (int i = 0; i < kLanes; ++i) from_float(v[i], p + i);
 }
 
 inline vf add_lanes_in_order(vf total, const float* p) {
@@ -88,18 +87,15 @@ inline vi load_pairs(const int8_t* p) {
   return load_pairs(wide);
 }
 inline void store_pairs(int16_t* p, vi v) { std::memcpy(p, &v, sizeof v); }
-inline void store_fixed(int32_t* p, vf a, vf b) {
-  int16_t values[2 * kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    values[i] = static_cast<int16_t>(std::lrintf(a[i]));
-    values[kLanes + i] = static_cast<int16_t>(std::lrintf(b[i]));
-  }
-  std::memcpy(p, values, sizeof values);
+inline void store_fixed(int16_t* p, vf v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(std::lrintf(v[i]));
 }
-inline void add_pairs(const int32_t* x, vi b0, vi b1, vi& a0, vi& a1) {
+constexpr int fixed_chains(int) { return 1; }
+constexpr int kFixedRows = 6;
+inline vi add_whole(vi a, vi b) { return a + b; }
+inline void add_pairs(const int32_t* x, const vi (&b)[kTileVectors], vi (&a)[kTileVectors]) {
   int16_t pair[2];
   std::memcpy(pair, x, sizeof pair);
   const auto dot = [&pair](vi b) { return (b << 16 >> 16) * pair[0] + (b >> 16) * pair[1]; };
-  a0 += dot(b0);
-  a1 += dot(b1);
+  for (int v = 0; v < kTileVectors; ++v) a[v] += dot(b[v]);
 }
