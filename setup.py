@@ -14,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("jaxserve/native/csrc")
 KERNELS = Extension(
     "jaxserve.native._kernels",
-    sources=[str(SOURCES / name) for name in ("handlers.cc", "kernels_avx512.cc", "kernels_avx2.cc", "kernels_portable.cc")],
+    sources=[str(path) for path in sorted(SOURCES.glob("*.cc"))],
     depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
     language="c++",
     # No -march: each source picks its instruction set, and the CPU is asked at run time. Fused

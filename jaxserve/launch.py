@@ -24,7 +24,7 @@ from jaxserve.tokenizer.base import Tokenizer
 from jaxserve.tokenizer.chat import ChatTemplate, chat_template
 from jaxserve.tokenizer.generation import FILE, GenerationDefaults, generation_from_folder
 from jaxserve.tokenizer.template_files import DEFAULT
-from jaxserve.types import Event, MemoryUse, Pooling
+from jaxserve.types import Event, KernelsInUse, MemoryUse, Pooling
 from jaxserve.weights.loader import held_bytes
 from jaxserve.weights.model_files import ModelFiles, open_model, served_quantization
 
@@ -77,6 +77,7 @@ class LoadedEngine:
     model_name: str
     vocab_size: int
     memory: MemoryUse
+    kernels: KernelsInUse
     compilations_after_warmup: Callable[[], int]
 
 
@@ -176,6 +177,7 @@ def load_engine(
     memory = memory_use(runner.weights_bytes, bytes_per_token, config)
     return LoadedEngine(
         engine, tokenizer, template, generation, config, name, model.vocab_size, memory,
+        KernelsInUse(backend.attention_name, backend.linear_name, backend.kernels),
         lambda: counter.count,
     )  # fmt: skip
 

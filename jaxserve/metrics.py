@@ -35,6 +35,7 @@ from jaxserve.types import (
     EngineStats,
     Event,
     FinishReason,
+    KernelsInUse,
     MemoryUse,
     Request,
     WaitReason,
@@ -74,8 +75,8 @@ _MEMORY = {  # fields of MemoryUse
 class Metrics:
     """One server's metrics in a registry of their own.
 
-    `engine_stats` and `compilations_after_warmup` are called at each scrape; `memory` stays as it is. Raises
-    ConfigError for a prefix that Prometheus would not take.
+    `engine_stats` and `compilations_after_warmup` are called at each scrape; `memory` and `kernels`
+    stay as they are. Raises ConfigError for a prefix that Prometheus would not take.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Metrics:
         engine_stats: Callable[[], EngineStats],
         compilations_after_warmup: Callable[[], int] | None = None,
         memory: MemoryUse | None = None,
+        kernels: KernelsInUse | None = None,
     ):
         check_prefix(prefix)
         disable_created_metrics()
@@ -147,6 +149,12 @@ class Metrics:
         for name, text in _MEMORY.items() if memory is not None else ():
             gauge = Gauge(prefix + name, text, ["model_name"], registry=self.registry)
             gauge.labels(**label).set(getattr(memory, name))
+        if kernels is not None:
+            info = Gauge(
+                prefix + "backend_info", "1, and in labels what attention and linear layers run on.",
+                ["model_name", *KernelsInUse._fields], registry=self.registry,
+            )  # fmt: skip
+            info.labels(**label, **kernels._asdict()).set(1)
         self.registry.register(_EngineCollector(model_name, prefix, engine_stats, compilations_after_warmup))
         ProcessCollector(registry=self.registry)
 

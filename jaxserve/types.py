@@ -186,6 +186,14 @@ class MemoryUse:
     num_full_requests: int  # requests of `max_model_len` tokens that the pool holds at a time
 
 
+class KernelsInUse(NamedTuple):
+    """What attention and linear layers run on; `kernels` is for people."""
+
+    attention_backend: str
+    linear_backend: str
+    kernels: str
+
+
 class EngineStats(NamedTuple):  # one is made in every turn: see Event
     """A consistent snapshot of the engine, cheap to take from any thread."""
 

@@ -30,7 +30,7 @@ from jaxserve.errors import EngineDiedError
 if TYPE_CHECKING:
     from jaxserve.server.served import ServedModel
     from jaxserve.tokenizer.generation import GenerationDefaults
-    from jaxserve.types import MemoryUse
+    from jaxserve.types import KernelsInUse, MemoryUse
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -163,9 +163,12 @@ def run(args: argparse.Namespace) -> int:
             reasoning_parser=args.reasoning_parser,
         )
         print(memory_line(loaded.memory), file=sys.stderr, flush=True)
+        print(kernels_line(loaded.kernels), file=sys.stderr, flush=True)
         if loaded.generation:
             print(defaults_line(loaded.generation), file=sys.stderr, flush=True)
-        return Loaded(model, loaded.engine, loaded.compilations_after_warmup, loaded.memory)
+        return Loaded(
+            model, loaded.engine, loaded.compilations_after_warmup, loaded.memory, loaded.kernels
+        )  # fmt: skip
 
     def on_ready(url: str, model: ServedModel) -> None:
         has_keys = bool(options.api_keys)
@@ -192,6 +195,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {died}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)  # tearing down a device that has failed may hang
     return 0
+
+
+def kernels_line(kernels: KernelsInUse) -> str:
+    """What attention and linear layers run on, and why not on the C++ kernels."""
+    attention, linear, which = kernels
+    return f"attention {attention}, linear layers {linear}; kernels: {which}"
 
 
 def memory_line(memory: MemoryUse) -> str:

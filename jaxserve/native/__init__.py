@@ -41,11 +41,20 @@ def available() -> tuple[bool, str]:
     """Whether the kernels can be used, and why not (or, if so, which instruction set they use).
 
     The first call initialises JAX's CPU backend, loads and registers the library and runs `self_test`
-    (a fraction of a second); call it at start-up, outside of any traced function.
+    (a fraction of a second); call it at start-up, outside of any traced function. Kernels that fail it give
+    way to those for the next instruction set that this CPU has.
     """
     try:
         library = load()
-        self_test()
-    except (NativeUnavailable, WrongKernel, jax.errors.JaxRuntimeError) as error:  # the last: an old build
+    except NativeUnavailable as error:
         return False, str(error)
-    return True, f"C++ kernels for {library.isa()}"
+    refused: list[str] = []
+    for isa in library.isas():
+        library.use_isa(isa)
+        try:
+            self_test()
+        except (WrongKernel, jax.errors.JaxRuntimeError) as error:  # the latter: an old build
+            refused.append(f"those for {isa} are refused: {error}")
+            continue
+        return True, "; ".join([f"C++ kernels for {isa}", *refused])
+    return False, "; ".join(refused)

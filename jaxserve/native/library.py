@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -36,15 +37,29 @@ class Library:
     def __init__(self, dll: ctypes.CDLL):
         self._dll = dll
         dll.jaxserve_isa.restype = ctypes.c_char_p
+        dll.jaxserve_isa_that_runs.restype = ctypes.c_char_p
         dll.jaxserve_use_isa.argtypes = [ctypes.c_char_p]
 
     def isa(self) -> str:
         """The instruction set of the kernels in use: the best one that this CPU has, or "portable"."""
         return self._dll.jaxserve_isa().decode()
 
+    def isas(self) -> list[str]:
+        """The instruction sets with kernels that this CPU runs, fastest first."""
+        names = map(self._dll.jaxserve_isa_that_runs, itertools.count())
+        return [name.decode() for name in itertools.takewhile(bool, names)]
+
     def panel_rows(self) -> int:
         """Channels that lie together in packed weights, with the kernels in use."""
         return self._dll.jaxserve_panel_rows()
+
+    def int8_side(self) -> int:
+        """Elements of a channel that lie side by side in packed int8 weights, with the kernels in use."""
+        return self._dll.jaxserve_int8_side()
+
+    def keeps_bfloat16(self) -> bool:
+        """Whether packed bfloat16 weights stay such: elsewhere they are whole numbers with a scale."""
+        return bool(self._dll.jaxserve_keeps_bf16())
 
     def use_isa(self, name: str) -> None:
         """Switches the whole process to the kernels for another instruction set, to compare them.

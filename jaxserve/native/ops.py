@@ -59,7 +59,8 @@ def linear_packed(
 
     Weights that were float32 give `linear`'s bits. Those that were bfloat16 are multiplied in 16-bit fixed
     point (csrc/fixed_kernel.h): an element of x counts to 2^-13 of the largest of its 64 neighbours along K,
-    a weight to 2^-14 of the largest of its channel.
+    a weight to 2^-14 of the largest of its channel. With AMX (csrc/amx_kernel.h) they and bfloat16 x count
+    as they are, float32 x to 2^-16 of itself.
     """
     if w.dtype not in (jnp.float32, jnp.int16):
         raise ValueError(f"linear_packed: w is {w.dtype}, must come from pack()")
@@ -68,6 +69,8 @@ def linear_packed(
 
 def pack(w: jax.Array) -> jax.Array:
     """`w` [L, N, K] as `linear_packed` reads it: bfloat16 becomes int16 [L, N, K + 2], float32 stays so.
+
+    The int16 are fixed point with a scale or, with AMX, the bits of bfloat16.
 
     The order depends on the instruction set in use: a packed array is good for this process alone.
     Raises ValueError unless `packable`, NativeUnavailable without the kernels.
@@ -84,7 +87,10 @@ def pack(w: jax.Array) -> jax.Array:
 def packed_rows(w: jax.Array, rows: jax.Array) -> jax.Array:
     """Float32 [..., K]: rows of one matrix, int16 [N, K + 2] from `pack`, with the numbers `rows` [...]."""
     k = w.shape[1] - SCALE_WORDS
-    return _rows(w, rows, k, k)
+    if load().keeps_bfloat16():
+        values, _ = _values_and_scales(w, rows, k, k, side=2)
+        return jax.lax.bitcast_convert_type(values, jnp.bfloat16).astype(jnp.float32).reshape(*rows.shape, k)
+    return _rows(w, rows, k, k, side=2)
 
 
 def packable(shape: Sequence[int], dtype: DTypeLike) -> bool:
@@ -146,11 +152,23 @@ def packable_int8(shape: Sequence[int], group: int) -> bool:
 
 def int8_rows(w: jax.Array, rows: jax.Array, k: int) -> jax.Array:
     """Float32 [..., K]: rows of one matrix, int8 [N, W] from `pack_int8`, with the numbers `rows` [...]."""
-    return _rows(w, rows, k, k * SCALE_BYTES // (w.shape[1] - k))
+    return _rows(w, rows, k, k * SCALE_BYTES // (w.shape[1] - k), load().int8_side())
 
 
-def _rows(w: jax.Array, rows: jax.Array, k: int, group: int) -> jax.Array:
-    """Rows of a packed matrix [N, width], whose channels have a float32 scale for `group` elements of `k`."""
+def _rows(w: jax.Array, rows: jax.Array, k: int, group: int, side: int) -> jax.Array:
+    """Float32 rows of a packed matrix."""
+    values, scales = _values_and_scales(w, rows, k, group, side)
+    scaled = values.astype(jnp.float32) * jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
+    return scaled.reshape(*rows.shape, k)
+
+
+def _values_and_scales(
+    w: jax.Array, rows: jax.Array, k: int, group: int, side: int
+) -> tuple[jax.Array, jax.Array]:
+    """[..., K / G, G] and the words of [..., K / G] scales, of rows of a packed matrix [N, width].
+
+    A channel has a float32 scale for `group` of its `k` elements, of which `side` lie side by side.
+    """
     panel_rows, width = load().panel_rows(), w.shape[1]
     scale_size = 4 // w.dtype.itemsize
     panels, panel = w.reshape(-1, panel_rows * width), (rows // panel_rows)[..., None, None]
@@ -158,10 +176,8 @@ def _rows(w: jax.Array, rows: jax.Array, k: int, group: int) -> jax.Array:
     starts = jnp.arange(k // group)[:, None] * (panel_rows * (scale_size + group))  # [K / G, 1]
     scales = panels[panel, starts + channel * scale_size + jnp.arange(scale_size)]
     i = jnp.arange(group)
-    pairs = panel_rows * scale_size + i // 2 * (2 * panel_rows) + 2 * channel + i % 2
-    values = panels[panel, starts + pairs].astype(jnp.float32)  # [..., K / G, G]
-    scaled = values * jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
-    return scaled.reshape(*rows.shape, k)
+    at = panel_rows * scale_size + i // side * (side * panel_rows) + side * channel + i % side
+    return panels[panel, starts + at], scales
 
 
 def gate(x: jax.Array, activation: str) -> jax.Array:

@@ -44,6 +44,7 @@ class Backend:
     write_kv: Callable[..., jax.Array] = write_kv  # ops/paging.py's signature
     zeros: Callable[[Sequence[int], DTypeLike], jax.Array] = jnp.zeros  # (shape, dtype), for the KV pool
     rows: Callable[[Matrix, jax.Array, int], jax.Array] = _rows  # (prepared [N, K], their numbers, K)
+    kernels: str = "XLA's"  # which, for people: with the reason where they are not the C++ ones
     pool_lanes: int | None = None  # a token's row in the KV pool is padded to so many; None: no rows, [K, D]
 
 
@@ -67,7 +68,9 @@ def choose(
         if value not in CHOICES:
             raise ConfigError(f"{flag}: {value!r} is unknown; choose one of {', '.join(CHOICES)}")
     usable, reason = False, "the native kernels run on CPU only"
-    if jax.default_backend() == "cpu" and (attention, linear) != ("xla", "xla"):
+    if (attention, linear) == ("xla", "xla"):
+        reason = "they were asked for"
+    elif jax.default_backend() == "cpu":
         from jaxserve import native
 
         usable, reason = native.available()
@@ -81,7 +84,7 @@ def choose(
             f"takes multiples of {NATIVE_HEAD_DIM}; use auto or xla"
         )
     if not usable:
-        return XLA_TPU if jax.default_backend() == "tpu" else XLA
+        return replace(XLA_TPU if jax.default_backend() == "tpu" else XLA, kernels=f"XLA's: {reason}")
     from jaxserve import native
 
     native_attention, native_linear = attention != "xla" and takes_heads, linear != "xla"
@@ -95,6 +98,7 @@ def choose(
         write_kv=_native_write_kv,
         zeros=native.zeros,
         rows=_native_rows if native_linear else _rows,
+        kernels=reason,
     )
 
 

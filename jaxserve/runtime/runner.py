@@ -91,8 +91,8 @@ class ModelRunner:
         self._leaves = prepare_params(decoder, params, backend)
         kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
         name = fingerprint(
-            model, config, backend.attention_name, backend.linear_name, str(jnp.dtype(dtype)), str(kv_dtype),
-            quantization,
+            model, config, backend.attention_name, backend.linear_name, backend.kernels,
+            str(jnp.dtype(dtype)), str(kv_dtype), quantization,
         )
         executables = Executables(cache, name)
         kv, state = kv_shapes(model, config, kv_dtype, backend.pool_lanes), state_shapes(config)

@@ -29,7 +29,7 @@ from jaxserve.server.security import Keys, check_origins
 from jaxserve.server.served import ServedModel
 from jaxserve.server.state import ServerState, Serving
 from jaxserve.server.tls import HANDSHAKE_TIMEOUT_S, ssl_context
-from jaxserve.types import Event, MemoryUse
+from jaxserve.types import Event, KernelsInUse, MemoryUse
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Loaded:
     engine: EngineClient
     compilations_after_warmup: Callable[[], int] | None = None
     memory: MemoryUse | None = None
+    kernels: KernelsInUse | None = None
 
 
 class StoppedWhileLoading(JaxserveError):
@@ -142,6 +143,7 @@ class Server:
             engine_stats=loaded.engine.stats,
             compilations_after_warmup=loaded.compilations_after_warmup,
             memory=loaded.memory,
+            kernels=loaded.kernels,
         )
         self._state.attach(Serving(loaded.model, loaded.engine, metrics))
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine(loaded.engine))

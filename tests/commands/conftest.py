@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.types import MemoryUse
+from jaxserve.types import KernelsInUse, MemoryUse
 from tests.fakes import FakeModel
 from tests.server.running import CONFIG, PacedRunner, RunningServer, served_model
 
@@ -41,6 +41,7 @@ def fake_launch(monkeypatch) -> Iterator[types.ModuleType]:
             engine=engine, tokenizer=model.tokenizer, chat_template=model.chat_template, config=CONFIG,
             generation=model.generation, model_name="fake-model", vocab_size=model.vocab_size,
             compilations_after_warmup=lambda: 0, memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
+            kernels=KernelsInUse("xla", "xla", "XLA's: no compiler was there"),
         )  # fmt: skip
 
     launch.LaunchOptions, launch.load_engine = LaunchOptions, load_engine  # type: ignore[attr-defined]

@@ -78,7 +78,7 @@ SERVE = """
 import sys, types
 sys.path.insert(0, {root!r})
 from jaxserve.engine.engine import Engine
-from jaxserve.types import MemoryUse
+from jaxserve.types import KernelsInUse, MemoryUse
 from tests.server.running import CONFIG, PacedRunner, served_model
 
 def load_engine(options, *, deliver, progress):
@@ -89,6 +89,7 @@ def load_engine(options, *, deliver, progress):
         engine=engine, tokenizer=model.tokenizer, chat_template=model.chat_template, config=CONFIG,
         generation=model.generation, model_name="fake-model", vocab_size=model.vocab_size,
         compilations_after_warmup=lambda: 0, memory=MemoryUse(12_000_000, 2_000_000, 1000, 2000, 256, 7),
+        kernels=KernelsInUse("xla", "xla", "XLA's: no compiler was there"),
     )
 
 launch = types.ModuleType("jaxserve.launch")
@@ -122,6 +123,7 @@ def test_serve_says_in_one_line_where_it_is_with_a_curl_that_works_and_stops_on_
         "weights 12 MB; KV cache 2 MB: 2,000 tokens of 1.0 kB, enough for 7 requests of 256 tokens at a time"
         in err
     )
+    assert "attention xla, linear layers xla; kernels: XLA's: no compiler was there" in err
 
 
 def test_serve_exits_with_an_error_by_itself_when_the_device_fails():

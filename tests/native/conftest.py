@@ -17,7 +17,7 @@ def built() -> None:
         pytest.skip(f"the C++ kernels can't be used: {reason}")
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable"])
+@pytest.fixture(params=["amx", "avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest, built: None) -> Iterator[str]:
     library = load()
     before = library.isa()

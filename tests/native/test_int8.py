@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import native
+from jaxserve.native.library import NativeUnavailable, load
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 # (N, K, group): one panel and one group, several, a short last group of x, groups wider than one of x, one
@@ -17,7 +18,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 SHAPES = [(16, 32, 32), (48, 96, 32), (160, 576, 32), (32, 256, 128), (48, 1040, 1040), (32, 48, 48)]
 # Row tiles of every size, both sides of widening w first, for the larger K two passes.
 ROWS = [*range(1, 20), 24, 25, 33, 128, 2100]
-X_LIMIT = 32767
+X_LIMIT = 127 * 256
 
 
 class Weights(NamedTuple):
@@ -174,3 +175,29 @@ def test_dtypes_and_shapes_that_do_not_fit_are_named(built):
             native.linear_int8(jnp.ones((1, k)), packed, jnp.int32(0))
     with pytest.raises(ValueError, match="w is int8, must come from pack"):
         native.linear_packed(jnp.ones((1, 96)), packed, jnp.int32(0))
+
+
+@pytest.mark.parametrize(("channels", "k", "group"), SHAPES)
+def test_all_instruction_sets_with_a_fused_multiply_add_give_the_same_bits(built, channels, k, group):
+    rng = np.random.default_rng([channels, k])
+    values = rng.integers(-128, 128, (2, channels, k)).astype(np.int8)
+    scales = rng.uniform(1e-3, 1, (2, channels, k // group)).astype(np.float32)
+    x = rng.standard_normal((45, k)).astype(np.float32)
+    library, results = load(), {}
+    before = library.isa()
+    try:
+        for name in ("amx", "avx512", "avx2"):
+            try:
+                library.use_isa(name)
+            except NativeUnavailable:
+                continue
+            packed = native.pack_int8(jnp.asarray(values), jnp.asarray(scales))
+            results[name] = [run(x[:rows], packed).view(np.uint32) for rows in (1, 3, 45)]
+    finally:
+        library.use_isa(before)
+    if len(results) < 2:
+        pytest.skip(f"this CPU has only {[*results]} of the instruction sets to compare")
+    first, *others = results.values()
+    for other in others:
+        for got, want in zip(other, first):
+            np.testing.assert_array_equal(got, want)

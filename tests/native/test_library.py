@@ -21,13 +21,14 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch):
-    """Lets the test load anew, and forgets what it loaded."""
+    """Lets the test load anew, and forgets what it loaded and chose."""
     native.available.cache_clear()
     library.load.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
     native.available.cache_clear()
     library.load.cache_clear()
+    native.available()  # chooses the fastest kernels again
 
 
 def test_a_package_without_the_library_is_unavailable_and_says_how_to_get_it(fresh, tmp_path):
@@ -96,7 +97,24 @@ def test_kernels_that_compute_something_else_are_refused(built, fresh):
     fresh.setattr(selftest, "linear", wrong)
     usable, reason = native.available()
     assert not usable
-    assert "linear with 1 rows of bfloat16 is off by" in reason
+    for isa in library.load().isas():
+        assert f"those for {isa} are refused: the C++ linear with 1 rows of bfloat16 is off by" in reason
+
+
+def test_the_next_instruction_set_takes_over_from_one_whose_kernels_are_refused(built, fresh):
+    first, *rest = library.load().isas()
+    if not rest:
+        pytest.skip("this CPU runs one set of kernels only")
+
+    def wrong(x, w, layer=None, *, out_dtype=None):
+        right = native.linear(x, w, layer, out_dtype=out_dtype)
+        return right * 1.001 if library.load().isa() == first else right
+
+    fresh.setattr(selftest, "linear", wrong)
+    usable, reason = native.available()
+    assert usable
+    assert reason.startswith(f"C++ kernels for {rest[0]}; those for {first} are refused: the C++ linear")
+    assert library.load().isa() == rest[0]
 
 
 def test_the_installed_jaxlib_has_an_ffi_version():

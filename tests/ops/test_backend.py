@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve import native
@@ -13,7 +15,7 @@ def test_auto_takes_native_kernels_exactly_where_they_run():
 
 
 def test_xla_is_always_to_be_had():
-    assert choose("xla", "xla") == XLA
+    assert choose("xla", "xla") == replace(XLA, kernels="XLA's: they were asked for")
 
 
 def test_attention_and_dense_layers_are_chosen_apart():
@@ -43,7 +45,7 @@ def test_a_backend_that_can_not_run_is_an_error_that_says_why(monkeypatch, flag)
     monkeypatch.setattr(native, "available", lambda: (False, "no compiler was there"))
     with pytest.raises(ConfigError, match=f"{flag}_backend=native can't run here: no compiler was there"):
         choose(**{flag: "native"})
-    assert choose() == XLA
+    assert choose() == replace(XLA, kernels="XLA's: no compiler was there")
 
 
 @pytest.mark.parametrize("flag", ["attention", "linear"])
@@ -57,4 +59,4 @@ def test_native_kernels_are_refused_off_the_cpu(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     with pytest.raises(ConfigError, match="attention_backend=native can't run here"):
         choose(attention="native")
-    assert choose() == XLA
+    assert choose() == replace(XLA, kernels="XLA's: the native kernels run on CPU only")

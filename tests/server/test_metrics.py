@@ -10,6 +10,7 @@ from jaxserve.types import (
     Durations,
     EngineStats,
     Event,
+    KernelsInUse,
     MemoryUse,
     Request,
     SamplingParams,
@@ -179,6 +180,11 @@ def test_memory_is_told_by_every_figure_of_it():
     figures = {"weights_bytes": 12, "kv_bytes": 34, "kv_bytes_per_token": 5, "kv_tokens": 67,
                "max_model_len": 8, "num_full_requests": 9}  # fmt: skip
     assert {name: sample(made, name) for name in figures} == figures
+
+
+def test_what_it_runs_on_is_told_by_labels():
+    kernels = KernelsInUse("native", "xla", "C++ kernels for avx9")
+    assert sample(metrics(EngineStats(), kernels=kernels), "backend_info", **kernels._asdict()) == 1
 
 
 def test_times_by_step_are_histograms_over_all_sizes():

@@ -13,7 +13,7 @@
 // group is kTileCols float scales, then [pair of elements][channel][element of the pair]. A segment is what lies in
 // one group of w and in one of x.
 
-constexpr int kFixedX = 4095, kFixedW = 8191, kFixedXForInt8 = 32767;
+constexpr int kFixedX = 4095, kFixedW = 8191, kFixedXForInt8 = 127 * 256;
 static_assert(kFixedGroup * kFixedX * kFixedW < int64_t{1} << 31, "a group's sum must fit");
 static_assert(kFixedGroup * kFixedXForInt8 * 128 < int64_t{1} << 31, "a group's sum must fit");
 constexpr int64_t kFixedPassBytes = 4 << 20;     // of x, taken at once: bounds the scratch memory
@@ -56,14 +56,22 @@ inline void pack_fixed_rows(const bf16* w, int64_t k, char* out) {
     }
   }
 }
-inline void pack_int8_rows(const int8_t* w, const float* scales, int64_t k, int64_t group, char* out) {
+// kTileCols rows of w, `length` of their elements: kSide of each row side by side.
+template <int kSide, typename T>
+void interleave(const T* w, int64_t k, int64_t length, T* out) {
+  for (int c = 0; c < kTileCols; ++c) {
+    const T* const from = w + c * k;
+    T* const to = out + c * kSide;
+    for (int64_t i = 0; i < length; i += kSide) std::memcpy(to + i * kTileCols, from + i, kSide * sizeof(T));
+  }
+}
+template <int kSide>
+void pack_int8_rows(const int8_t* w, const float* scales, int64_t k, int64_t group, char* out) {
   for (int64_t start = 0; start < k; start += group, out += fixed_group_bytes(group, 1)) {
     for (int c = 0; c < kTileCols; ++c) {
       std::memcpy(out + c * sizeof(float), scales + (c * k + start) / group, sizeof(float));
-      const int8_t* from = w + c * k + start;
-      char* to = out + kTileCols * sizeof(float) + 2 * c;
-      for (int64_t i = 0; i < group; i += 2) std::memcpy(to + i * kTileCols, from + i, 2);
     }
+    interleave<kSide>(w + start, k, group, reinterpret_cast<int8_t*>(out + kTileCols * sizeof(float)));
   }
 }
 
@@ -74,8 +82,8 @@ void pack_fixed(const PackArgs& args, Pool& pool) {
     if (args.dtype == Dtype::kBfloat16) {
       pack_fixed_rows(static_cast<const bf16*>(args.w) + i * panel, k, out + i * fixed_group_bytes(k, sizeof(int16_t)));
     } else {
-      pack_int8_rows(static_cast<const int8_t*>(args.w) + i * panel, args.scales + i * panel / args.group, k,
-                     args.group, out + i * (k / args.group) * fixed_group_bytes(args.group, sizeof(int8_t)));
+      pack_int8_rows<2>(static_cast<const int8_t*>(args.w) + i * panel, args.scales + i * panel / args.group, k,
+                        args.group, out + i * (k / args.group) * fixed_group_bytes(args.group, sizeof(int8_t)));
     }
   });
 }
@@ -89,33 +97,40 @@ struct FixedRows {
   float* scales;    // [segment][row]
 };
 
+// `length` elements of a row as whole numbers of at most `limit`. Returns what one of them is worth.
+template <typename X>
+float to_fixed_group(const X* x, int64_t length, int limit, int16_t* whole) {
+  alignas(64) float values[kFixedGroup];
+  vf low = zero(), high = zero();  // of all groups' largest, by NaN-keeping maxima
+  for (int64_t i = 0; i < length; i += kLanes) {
+    const vf v = load_row(x + i);
+    store(values + i, v);
+    low = max_or_nan(low, v);
+    high = max_or_nan(high, sub(zero(), v));
+  }
+  alignas(64) float parts[2 * kLanes];
+  store(parts, low);
+  store(parts + kLanes, high);
+  float largest = 0.0f;
+  for (int i = 0; i < 2 * kLanes; ++i) largest = larger(largest, parts[i]);
+  const vf factor = set1(to_fixed(largest, limit));
+  for (int64_t i = 0; i < length; i += kLanes) store_fixed(whole + i, mul(load(values + i), factor));
+  return largest / limit;
+}
+
 // Row r of a row tile that begins at row `first`.
 template <typename X>
 void quantise_row(const X* x, int64_t first, int rows, int r, const FixedRows& out) {
   const int64_t m = out.m, k = out.k;
   for (int64_t start = 0; start < k; start += kFixedGroup) {
     const int64_t length = k - start < kFixedGroup ? k - start : kFixedGroup;
-    alignas(64) float values[kFixedGroup];
-    vf low = zero(), high = zero();  // of all groups' largest, by NaN-keeping maxima
-    for (int64_t i = 0; i < length; i += kLanes) {
-      const vf v = load_row(x + start + i);
-      store(values + i, v);
-      low = max_or_nan(low, v);
-      high = max_or_nan(high, sub(zero(), v));
-    }
-    alignas(64) float parts[2 * kLanes];
-    store(parts, low);
-    store(parts + kLanes, high);
-    float largest = 0.0f;
-    for (int i = 0; i < 2 * kLanes; ++i) largest = larger(largest, parts[i]);
-    const vf factor = set1(to_fixed(largest, out.limit));
     alignas(64) int16_t whole[kFixedGroup];
-    for (int64_t i = 0; i < length; i += kLanes) store_fixed(whole + i, mul(load(values + i), factor));
+    const float scale = to_fixed_group(x + start, length, out.limit, whole);
     for (int64_t begin = 0; begin < length; begin += out.segment) {
       const int64_t part = length - begin < out.segment ? length - begin : out.segment;
       int32_t* to = out.pairs + (m * (start + begin) + first * part) / 2 + r;
       for (int64_t i = 0; i < part / 2; ++i) std::memcpy(to + i * rows, whole + begin + 2 * i, sizeof(int32_t));
-      out.scales[(start + begin) / out.segment * m + first + r] = largest / out.limit;
+      out.scales[(start + begin) / out.segment * m + first + r] = scale;
     }
   }
 }
@@ -190,25 +205,27 @@ inline void add_fixed(int rows, const FixedRun& run) {
   with_rows<kFixedRows>(rows, [&](auto count) { fixed_tile<count, W, kFetch>(run); });
 }
 
-// Rows [top, top + m) of x as integers.
-inline void quantise_rows(const LinearArgs& args, int64_t top, const FixedRows& out, Pool& pool) {
-  const int64_t m = out.m, k = out.k, tiles = (m + kFixedRows - 1) / kFixedRows;
-  const auto quantise = [&args, &out, top, m, k, tiles](int64_t i) {
+// fn(tile, its first row, its rows) for each of `tiles` nearly equal tiles of m rows of x, by several threads if there
+// is much to do.
+template <typename Fn>
+void for_each_tile_of_x(int64_t m, int64_t tiles, int64_t k, Pool& pool, const Fn& fn) {
+  const auto run = [&fn, m, tiles](int64_t i) {
     const int64_t first = m * i / tiles;
-    const int rows = static_cast<int>(m * (i + 1) / tiles - first);
-    for (int r = 0; r < rows; ++r) {
-      const int64_t from = (top + first + r) * k;
-      if (args.x_dtype == Dtype::kBfloat16) {
-        quantise_row(static_cast<const bf16*>(args.x) + from, first, rows, r, out);
-      } else {
-        quantise_row(static_cast<const float*>(args.x) + from, first, rows, r, out);
-      }
-    }
+    fn(i, first, static_cast<int>(m * (i + 1) / tiles - first));
   };
   if (m * k < kThreadedUnpack) {
-    for (int64_t i = 0; i < tiles; ++i) quantise(i);
+    for (int64_t i = 0; i < tiles; ++i) run(i);
   } else {
-    pool.parallel_for(tiles, quantise);
+    pool.parallel_for(tiles, run);
+  }
+}
+// fn(x from an element on).
+template <typename Fn>
+void with_x(const LinearArgs& args, int64_t from, const Fn& fn) {
+  if (args.x_dtype == Dtype::kBfloat16) {
+    fn(static_cast<const bf16*>(args.x) + from);
+  } else {
+    fn(static_cast<const float*>(args.x) + from);
   }
 }
 
@@ -284,54 +301,78 @@ void add_fixed_block(const char* panel, const FixedBlock& block, const FixedRows
   });
 }
 
-template <typename W>
-void linear_fixed_typed(const LinearArgs& args, Pool& pool) {
-  const int64_t k = args.k, group = args.group, panel = k / group * fixed_group_bytes(group, sizeof(W));
-  const int64_t segment = group < kFixedGroup ? group : kFixedGroup, segments = (k + segment - 1) / segment;
-  const int64_t panels = args.n / kTileCols;
-  const std::vector<FixedBlock> blocks = fixed_blocks(k, group, segment, sizeof(W));
-  const char* const w = static_cast<const char*>(args.w);
-  int64_t pass = kFixedPassBytes / (2 * k) / kFixedRows * kFixedRows;
+// fn(first row, rows) for passes over x that need little memory.
+template <typename Fn>
+void for_each_pass(const LinearArgs& args, const Fn& fn) {
+  int64_t pass = kFixedPassBytes / (2 * args.k) / kFixedRows * kFixedRows;
   if (pass < 8 * kFixedRows) pass = 8 * kFixedRows;
-  for (int64_t top = 0; top < args.m; top += pass) {
-    const int64_t m = args.m - top < pass ? args.m - top : pass;
-    const FixedRows xs = {m, k, segment, sizeof(W) == 1 ? kFixedXForInt8 : kFixedX,
-                          reinterpret_cast<int32_t*>(thread_scratch<XTag>(m * k / 2)),
-                          thread_scratch<ScaleTag>(m * segments)};
-    quantise_rows(args, top, xs, pool);
+  for (int64_t top = 0; top < args.m; top += pass) fn(top, args.m - top < pass ? args.m - top : pass);
+}
 
-    int64_t chunk = panels / (kChunksPerThread * pool.num_threads());
-    if (chunk > kFixedChunkBytes / panel) chunk = kFixedChunkBytes / panel;
-    if (chunk < 1) chunk = 1;
-    pool.parallel_for((panels + chunk - 1) / chunk, [=, &args, &blocks, &xs](int64_t i) {
-      float* const all_sums = thread_scratch<SumTag>(chunk * m * kTileCols);
-      const int64_t first = i * chunk, count = panels - first < chunk ? panels - first : chunk;
-      std::memset(all_sums, 0, count * m * kTileCols * sizeof(float));
-      const auto add = [&](int64_t p, const FixedBlock& block) {
-        add_fixed_block<W>(w + (first + p) * panel, block, xs, all_sums + p * m * kTileCols);
-      };
-      if (m <= kSequentialRows) {
-        for (int64_t p = 0; p < count; ++p) {
-          for (const FixedBlock& block : blocks) add(p, block);
-        }
-      } else {  // a block of all rows of x stays in L2 for all panels
-        for (const FixedBlock& block : blocks) {
-          for (int64_t p = 0; p < count; ++p) add(p, block);
-        }
-      }
-      for (int64_t p = 0; p < count; ++p) {
-        for (int64_t r = 0; r < m; ++r) {
-          write_sums(args, top + r, (first + p) * kTileCols, kTileCols, all_sums + (p * m + r) * kTileCols);
-        }
-      }
-    });
+// fn(the first panel, its number, how many) for what a thread takes at a time.
+template <typename Fn>
+void for_each_chunk(const LinearArgs& args, int64_t panel, Pool& pool, const Fn& fn) {
+  const char* const w = static_cast<const char*>(args.w);
+  const int64_t panels = args.n / kTileCols;
+  int64_t chunk = panels / (kChunksPerThread * pool.num_threads());
+  if (chunk > kFixedChunkBytes / panel) chunk = kFixedChunkBytes / panel;
+  if (chunk < 1) chunk = 1;
+  pool.parallel_for((panels + chunk - 1) / chunk, [=, &fn](int64_t i) {
+    const int64_t first = i * chunk;
+    fn(w + first * panel, first, panels - first < chunk ? panels - first : chunk);
+  });
+}
+
+// add(panel, block) for all blocks of `count` panels.
+template <typename Fn>
+void in_order(int64_t m, const std::vector<FixedBlock>& blocks, int64_t count, const Fn& add) {
+  if (m <= kSequentialRows) {
+    for (int64_t p = 0; p < count; ++p) {
+      for (const FixedBlock& block : blocks) add(p, block);
+    }
+  } else {  // a block of all rows of x stays in L2 for all panels
+    for (const FixedBlock& block : blocks) {
+      for (int64_t p = 0; p < count; ++p) add(p, block);
+    }
   }
 }
 
-void linear_fixed(const LinearArgs& args, Pool& pool) {
-  if (args.w_dtype == Dtype::kInt16) {
-    linear_fixed_typed<int16_t>(args, pool);
-  } else {
-    linear_fixed_typed<int8_t>(args, pool);
+// sums [panel][row][channel] to y, row by row: what is next to each other in memory is written at once.
+inline void write_panels(const LinearArgs& args, int64_t top, int64_t m, int64_t first, int64_t count,
+                         const float* sums) {
+  for (int64_t r = 0; r < m; ++r) {
+    for (int64_t p = 0; p < count; ++p) {
+      write_sums(args, top + r, (first + p) * kTileCols, kTileCols, sums + (p * m + r) * kTileCols);
+    }
   }
+}
+
+template <typename W>
+void linear_fixed_pass(const LinearArgs& args, int64_t top, int64_t m, Pool& pool) {
+  const int64_t k = args.k, group = args.group, panel = k / group * fixed_group_bytes(group, sizeof(W));
+  const int64_t segment = group < kFixedGroup ? group : kFixedGroup, segments = (k + segment - 1) / segment;
+  const std::vector<FixedBlock> blocks = fixed_blocks(k, group, segment, sizeof(W));
+  const FixedRows xs = {m, k, segment, sizeof(W) == 1 ? kFixedXForInt8 : kFixedX,
+                        reinterpret_cast<int32_t*>(thread_scratch<XTag>(m * k / 2)),
+                        thread_scratch<ScaleTag>(m * segments)};
+  for_each_tile_of_x(m, (m + kFixedRows - 1) / kFixedRows, k, pool, [&](int64_t, int64_t first, int rows) {
+    with_x(args, (top + first) * k, [&](const auto* x) {
+      for (int r = 0; r < rows; ++r) quantise_row(x + r * k, first, rows, r, xs);
+    });
+  });
+  for_each_chunk(args, panel, pool, [=, &args, &blocks, &xs](const char* w, int64_t first, int64_t count) {
+    float* const sums = thread_scratch<SumTag>(count * m * kTileCols);
+    std::memset(sums, 0, count * m * kTileCols * sizeof(float));
+    in_order(m, blocks, count, [&](int64_t p, const FixedBlock& block) {
+      add_fixed_block<W>(w + p * panel, block, xs, sums + p * m * kTileCols);
+    });
+    write_panels(args, top, m, first, count, sums);
+  });
+}
+
+void linear_fixed(const LinearArgs& args, Pool& pool) {
+  for_each_pass(args, [&](int64_t top, int64_t m) {
+    args.w_dtype == Dtype::kInt16 ? linear_fixed_pass<int16_t>(args, top, m, pool)
+                                  : linear_fixed_pass<int8_t>(args, top, m, pool);
+  });
 }

@@ -20,7 +20,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-const Kernels* const kAllKernels[] = {&kAvx512Kernels, &kAvx2Kernels, &kPortableKernels};  // fastest first
+const Kernels* const kAllKernels[] = {&kAmxKernels, &kAvx512Kernels, &kAvx2Kernels, &kPortableKernels};  // fastest first
 
 // The kernels in use: the fastest set that this CPU runs, unless jaxserve_use_isa() chose another.
 std::atomic<const Kernels*>& chosen() {
@@ -402,8 +402,18 @@ JAXSERVE_EXPORT int jaxserve_ffi_major() { return XLA_FFI_API_MAJOR; }
 JAXSERVE_EXPORT int jaxserve_ffi_minor() { return XLA_FFI_API_MINOR; }
 // Channels of a panel of packed weights, for the kernels in use.
 JAXSERVE_EXPORT int jaxserve_panel_rows() { return static_cast<int>(jaxserve::kernels().panel_rows); }
+// Elements of a channel that lie side by side in packed int8 weights, and whether packed bfloat16 ones stay such.
+JAXSERVE_EXPORT int jaxserve_int8_side() { return jaxserve::kernels().int8_side; }
+JAXSERVE_EXPORT int jaxserve_keeps_bf16() { return jaxserve::kernels().keeps_bf16; }
 // The instruction set of the kernels in use, and the choice of another: 0 when this CPU can't run it.
 JAXSERVE_EXPORT const char* jaxserve_isa() { return jaxserve::kernels().name; }
+// The name of the i-th fastest set of kernels that this CPU runs, or null.
+JAXSERVE_EXPORT const char* jaxserve_isa_that_runs(int i) {
+  for (const jaxserve::Kernels* kernels : jaxserve::kAllKernels) {
+    if (kernels->runs_here() && i-- == 0) return kernels->name;
+  }
+  return nullptr;
+}
 JAXSERVE_EXPORT int jaxserve_use_isa(const char* name) {
   for (const jaxserve::Kernels* kernels : jaxserve::kAllKernels) {
     if (std::strcmp(kernels->name, name) == 0 && kernels->runs_here()) {

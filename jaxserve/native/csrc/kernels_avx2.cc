@@ -46,6 +46,8 @@ const Kernels kAvx2Kernels = {
     avx2::linear,
     avx2::kTileCols,
     avx2::kGroup,
+    2,
+    false,
     avx2::pack,
     avx2::linear_packed,
     avx2::pack_fixed,

@@ -59,6 +59,8 @@ const Kernels kAvx512Kernels = {
     avx512_floats::linear,
     avx512::kTileCols,
     avx512_floats::kGroup,
+    2,
+    false,
     avx512_floats::pack,
     avx512_floats::linear_packed,
     avx512::pack_fixed,

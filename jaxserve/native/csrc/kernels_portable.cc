@@ -28,6 +28,8 @@ const Kernels kPortableKernels = {
     portable::linear,
     portable::kTileCols,
     portable::kGroup,
+    2,
+    false,
     portable::pack,
     portable::linear_packed,
     portable::pack_fixed,

@@ -105,14 +105,17 @@ struct Kernels {
   bool (*runs_here)();
   void (*linear)(const LinearArgs&, Pool&);
   int64_t panel_rows, panel_group;  // a matrix can be packed if its n and k are multiples of these
-  void (*pack)(const PackArgs&, Pool&);              // of float32
+  int int8_side;                    // elements of a channel of packed int8 that lie side by side
+  bool keeps_bf16;                  // packed bfloat16 stays such, without a scale
+  void (*pack)(const PackArgs&, Pool&);  // of float32
   void (*linear_packed)(const LinearArgs&, Pool&);
-  void (*pack_fixed)(const PackArgs&, Pool&);        // of bfloat16 and int8
+  void (*pack_fixed)(const PackArgs&, Pool&);  // of bfloat16 and int8
   void (*linear_fixed)(const LinearArgs&, Pool&);
   void (*paged_attention)(const AttentionArgs&, Pool&);
   void (*gate)(const GateArgs&, Pool&);
 };
 
+extern const Kernels kAmxKernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kPortableKernels;
