@@ -30,6 +30,7 @@ from jaxserve.engine.plan import History, Plan, Row, Step
 from jaxserve.launch import compile_cache_folder
 from jaxserve.models.decoder import NO_WINDOW, abstract_decoder
 from jaxserve.ops.backend import choose
+from jaxserve.ops.quant import Int8, Matrix, scale_name
 from jaxserve.runtime.runner import ModelRunner, param_names
 from jaxserve.runtime.state import kv_bytes_per_token
 from jaxserve.types import SamplingParams
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[136, 1000])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=("int8", "int8-channel"), default=None)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--linear-backend", default="auto")
     parser.add_argument("--page-size", type=int, default=EngineConfig.page_size)
@@ -51,13 +54,14 @@ def main() -> None:
     args = parser.parse_args()
 
     files = open_model(args.model)
-    params = files.load_params(args.dtype)
+    params = files.load_params(args.dtype, quantization=args.quantization)
     model = files.config
     backend = choose(args.attention_backend, args.linear_backend)
     longest = max(args.context) + 2 * args.repeat + 8
     if args.sampling:
         longest = max(longest, 256)
     rows = max(args.rows)
+    kv_dtype = args.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     config = EngineConfig(
         max_model_len=longest,
         num_pages=rows * -(-longest // args.page_size) + 1,
@@ -67,18 +71,20 @@ def main() -> None:
         prefill_buckets=((1, 32),),
     )
     runner = ModelRunner(
-        model, params, config, backend, dtype=args.dtype, cache=compile_cache_folder(None)
-    )
+        model, params, config, backend, dtype=args.dtype, quantization=args.quantization,
+        kv_dtype=kv_dtype, cache=compile_cache_folder(None),
+    )  # fmt: skip
     if args.sampling:
         for context in args.context:
             for count in args.rows:
                 print(json.dumps(compare_sampling(runner, config, count, context, args)), flush=True)
         return
-    params = dict(zip(param_names(abstract_decoder(model, args.dtype)), runner._leaves))
+    params = dict(zip(param_names(abstract_decoder(model, args.dtype, args.quantization)), runner._leaves))
     bandwidth = read_bandwidth()
     weight_bytes = sum(x.nbytes for x in params.values())
     print(
-        f"# {files.name} {args.dtype}, attention {backend.attention_name}, linear {backend.linear_name}, "
+        f"# {files.name} {args.quantization or args.dtype}, KV {kv_dtype}, attention "
+        f"{backend.attention_name}, linear {backend.linear_name}, {backend.kernels}, "
         f"page size {args.page_size}, weights {weight_bytes / 1e6:.0f} MB, reads {bandwidth / 1e9:.1f} GB/s"
     )
     for context in args.context:
@@ -90,7 +96,7 @@ def main() -> None:
                 "attention": time_attention(runner, model, backend, config, count, padded, context, args),
                 "sampling": time_sampling(runner, padded, model.vocab_size, args),
             }
-            floor = (weight_bytes + count * context * kv_bytes_per_token(model, args.dtype)) / bandwidth
+            floor = (weight_bytes + count * context * kv_bytes_per_token(model, kv_dtype)) / bandwidth
             print(
                 json.dumps(
                     {"rows": count, "context": context, "step_ms": ms(whole)}
@@ -186,11 +192,17 @@ def compare_sampling(runner, config, count, context, args) -> dict[str, float]:
     }  # fmt: skip
 
 
+def matrix(params: dict[str, jax.Array], name: str) -> Matrix:
+    """What `Backend.linear` takes as the weight of this name."""
+    scales = params.get(scale_name(name))
+    return params[name] if scales is None else Int8(params[name], scales)
+
+
 def time_dense(params, model, backend, padded, args) -> float:
     """Seconds of all layers' matrices and the output head."""
     names = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
-    stacked = [params[f"layers.{name}.weight"] for name in names]
-    head = params.get("lm_head.weight", params["embedding.weight"])
+    stacked = [matrix(params, f"layers.{name}.weight") for name in names]
+    head = matrix(params, "lm_head.weight" if "lm_head.weight" in params else "embedding.weight")
 
     @jax.jit
     def dense(stacked, head, inputs):
