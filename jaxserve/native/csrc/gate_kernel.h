@@ -1,14 +1,14 @@
 // The gated activation of a feed-forward block: out[m, i] = f(x[m, i]) * x[m, width + i], in float32. Included
 // after attention_kernel.h, for its exponential.
 
-constexpr int64_t kThreadedGate = 100000;  // elements of out from which threads share in the work
+constexpr int64_t kThreadedGate = 20000;  // elements of out from which threads share in the work
 
 // 1 / (1 + e^-z), without overflow.
 inline vf sigmoid(vf z) {
   const vf zeros = zero(), ones = set1(1.0f);
   const vf size = max(z, sub(zeros, z));
   const vf e = exp_nonpositive(sub(zeros, size));
-  const vf small = div(e, add(ones, e)), large = div(ones, add(ones, e));
+  const vf large = div(ones, add(ones, e)), small = mul(e, large);
   // `large` where z >= 0, `small` elsewhere; z that is not a number stays one in the product with x.
   return add(keep_if_ge(sub(large, small), z, zeros), small);
 }

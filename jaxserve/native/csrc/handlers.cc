@@ -58,8 +58,9 @@ ffi::Error run_on(ffi::ThreadPool threads, const Run& run) {
   }
 }
 
-// Asks Linux to keep a buffer that is read again and again in pages of 2 MiB, before it is first written: in pages
-// of 4 KiB each MiB takes 256 address translations, which a virtual machine pays for twice.
+// Asks Linux to keep a buffer in pages of 2 MiB, before it is first written: in pages of 4 KiB each MiB takes 256 page
+// faults, and when it is read again and again as many address translations, which a virtual machine pays for twice.
+constexpr size_t kHugeOutput = 8 << 20;  // bytes of a result, the logits of many rows: new memory each time
 void want_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
@@ -122,6 +123,7 @@ ffi::Error run_linear(bool packed, ffi::ThreadPool threads, ffi::AnyBuffer x, ff
   args.x = x.untyped_data();
   args.w = layer_of(w, index, ws[1] * ws[2]);
   args.y = y->untyped_data();
+  if (y->size_bytes() >= kHugeOutput) want_huge_pages(args.y, y->size_bytes());
   const auto run = !packed ? kernels().linear : fixed ? kernels().linear_fixed : kernels().linear_packed;
   return run_on(threads, [&](Pool& pool) { run(args, pool); });
 }
