@@ -1,8 +1,10 @@
 """Weight-only int8: matrices as whole numbers with scales.
 
 A row of K weights is cut into groups of G; each has a float32 scale, the largest magnitude of its weights
-over 127, and a weight is the nearest multiple of it. `int8` takes groups of 32, `int8-channel` one group a
-row. Groups follow outliers, at 4 bytes of scale for 32 of values; a scale a row is the cheaper product.
+over 127, and a weight is the nearest multiple of it. Groups of 32 that were quantised before (a 4-bit file's)
+take a larger scale that divides their old step, where that is nearer in squares.
+`int8` takes groups of 32, `int8-channel` one group a row. Groups follow outliers, at 4 bytes of scale for 32
+of values; a scale a row is the cheaper product.
 Activations are not quantised, nor what is small or picks experts: vectors, norms, biases, routers.
 Source: Dettmers et al. 2022, arXiv:2208.07339, section 2.1 (absmax quantisation).
 """
@@ -20,7 +22,9 @@ from jax.typing import DTypeLike
 from jaxserve.errors import ConfigError
 
 GROUPS: dict[str, int | None] = {"int8": 32, "int8-channel": None}  # weights that share a scale; None: a row
-BLOCK_ELEMENTS = 1 << 20  # quantised at a time
+BLOCK_ELEMENTS = 1 << 16  # quantised at a time: temporaries stay in L2
+LATTICE_GROUP = 32  # weights at most that are looked at for a common step: a row spans blocks of a file
+LATTICE_PARTS = 16  # that a step is cut into at most
 LARGEST = 127  # -128 is not used: a weight and its negative are equally near
 WEIGHT, SCALE = ".weight", ".scale"
 FLOAT = ("norm.weight", "router.weight")  # ends of names of what stays as it is
@@ -79,14 +83,55 @@ def quantise_into(rows: np.ndarray, out: Int8[np.ndarray]) -> None:
 
 def _quantise_block(rows: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
     groups = rows.astype(np.float32, copy=False).reshape(*scales.shape, -1)
-    np.divide(np.abs(groups).max(axis=-1), np.float32(LARGEST), out=scales)
-    with np.errstate(invalid="ignore"):  # of what is not finite: its scale says so
-        # The scale of zeros is 0, and what they are divided by then of no matter.
-        quotients = groups / np.where(scales == 0, 1, scales)[..., None]
-        np.rint(quotients, out=quotients)
-        # A scale below 2^-126 is inexact: quotients may be too large then.
-        np.clip(quotients, -LARGEST, LARGEST, out=quotients)
+    # Of what is not finite, the scale says so; where no step is found, a quotient is not finite either.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        np.divide(np.abs(groups).max(axis=-1), np.float32(LARGEST), out=scales)
+        quotients = _nearest(groups, scales)
+        if groups.shape[-1] <= LATTICE_GROUP:
+            coarser = _lattice_scales(groups, scales)
+            tried = _nearest(groups, coarser)
+            better = _squared_error(groups, tried, coarser) < _squared_error(groups, quotients, scales)
+            np.copyto(scales, coarser, where=better)
+            np.copyto(quotients, tried, where=better[..., None])
         values[...] = quotients.reshape(rows.shape)
+
+
+def _nearest(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The whole numbers [..., G], as floats, whose multiples of the scales [...] are nearest."""
+    # The scale of zeros is 0, and what they are divided by then of no matter.
+    quotients = groups / np.where(scales == 0, 1, scales)[..., None]
+    np.rint(quotients, out=quotients)
+    # A scale below 2^-126 is inexact: quotients may be too large then.
+    return np.clip(quotients, -LARGEST, LARGEST, out=quotients)
+
+
+def _squared_error(groups: np.ndarray, quotients: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    off = quotients * scales[..., None] - groups
+    return np.einsum("...g,...g->...", off, off)
+
+
+def _lattice_scales(groups: np.ndarray, absmax: np.ndarray) -> np.ndarray:
+    """Scales [...] that suit weights of the form least + step * whole number; 0 where none was found.
+
+    Weights that were quantised before, to 4 bits say, are such. A scale of step / k has all of them equally
+    far from its multiples: the k that brings the least one nearest does so for all. Of k up to n, one is
+    within 1 / (n + 1) of the scale (Dirichlet), where rounding to the absmax scale is off by up to a half.
+    """
+    ordered = np.sort(groups, axis=-1)
+    least, span = ordered[..., 0], ordered[..., -1] - ordered[..., 0]
+    gaps = ordered[..., 1:] - ordered[..., :-1]
+    # Sums in float32 that should be equal may differ in the last bits: that is no gap.
+    gaps[gaps <= absmax[..., None] / 4] = np.inf
+    step = gaps.min(axis=-1)
+    steps = np.rint(span / step)
+    step = span / np.where(steps > 0, steps, np.nan)  # of the whole span: the rounding of one gap is gone
+    best, off = np.zeros_like(absmax), np.full_like(absmax, np.inf)
+    for k in range(1, LATTICE_PARTS + 1):
+        scale = step / np.float32(k)
+        error = np.abs(least - np.rint(least / scale) * scale)
+        fits = (scale >= absmax * np.float32(1 - 1e-6)) & (error < off)
+        best, off = np.where(fits, scale, best), np.where(fits, error, off)
+    return best
 
 
 def quantise(weights: np.ndarray, quantization: str, param: str = "weight") -> Int8[np.ndarray]:
