@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jaxserve.engine.config import EngineConfig
 from jaxserve.engine.plan import History, Plan, Row, Step
 from jaxserve.launch import compile_cache_folder
 from jaxserve.models.decoder import NO_WINDOW, abstract_decoder
+from jaxserve.native.library import load
 from jaxserve.ops.backend import choose
 from jaxserve.ops.quant import Int8, Matrix, scale_name
 from jaxserve.runtime.runner import ModelRunner, param_names
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--linear-backend", default="auto")
+    parser.add_argument("--isa", help="C++ kernels of: amx, avx512, avx2 or portable")
     parser.add_argument("--page-size", type=int, default=EngineConfig.page_size)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--sampling", action="store_true", help="compare greedy with every feature on")
@@ -57,6 +60,9 @@ def main() -> None:
     params = files.load_params(args.dtype, quantization=args.quantization)
     model = files.config
     backend = choose(args.attention_backend, args.linear_backend)
+    if args.isa is not None:  # before weights are put into its order
+        load().use_isa(args.isa)
+        backend = replace(backend, kernels=f"C++ kernels for {args.isa}")
     longest = max(args.context) + 2 * args.repeat + 8
     if args.sampling:
         longest = max(longest, 256)
