@@ -64,22 +64,21 @@ inline void store_rounded(bf16* p, vf v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 
-// Floats [0, 4) of eight rows, transposed: r[j] holds element j of each row.
+// Floats [0, 4) of `row(0)` and `row(1)`.
 template <typename Row>
-inline void load_transposed_4(const Row& row, vf r[4]) {
-  vf t[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m128 low = _mm_loadu_ps(row(i));
-    t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(low), _mm_loadu_ps(row(i + 4)), 1);
-  }
-  const vf u0 = _mm256_unpacklo_ps(t[0], t[1]), u1 = _mm256_unpackhi_ps(t[0], t[1]);
-  const vf u2 = _mm256_unpacklo_ps(t[2], t[3]), u3 = _mm256_unpackhi_ps(t[2], t[3]);
-  r[0] = _mm256_shuffle_ps(u0, u2, 0x44);
-  r[1] = _mm256_shuffle_ps(u0, u2, 0xee);
-  r[2] = _mm256_shuffle_ps(u1, u3, 0x44);
-  r[3] = _mm256_shuffle_ps(u1, u3, 0xee);
+inline vf load_quads(const Row& row) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(0))), _mm_loadu_ps(row(1)), 1);
 }
+inline vf unpack_low(vf a, vf b) { return _mm256_unpacklo_ps(a, b); }
+inline vf unpack_high(vf a, vf b) { return _mm256_unpackhi_ps(a, b); }
+inline vf first_pairs(vf a, vf b) { return _mm256_shuffle_ps(a, b, 0x44); }  // of each four
+inline vf last_pairs(vf a, vf b) { return _mm256_shuffle_ps(a, b, 0xee); }
+// Of pairs of bfloat16 that lie in floats.
+inline vf even_half(vf v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16)); }
+inline vf odd_half(vf v) {
+  return _mm256_and_ps(v, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+#include "transposed.h"
 
 // total + lane 0 + lane 1 + ... of kLanes vectors that lie one after the other at `p`.
 inline vf add_lanes_in_order(vf total, const float* p) {
@@ -91,36 +90,6 @@ inline vf add_lanes_in_order(vf total, const float* p) {
     for (int j = 0; j < 4; ++j) total = add(total, r[j]);
   }
   return total;
-}
-
-// kLanes rows of 2 * kPairs elements, `row(i)` points to one, as kPairs pairs of vectors: out + j * lane_stride
-// and out + half_stride + j * lane_stride receive lane j of load_half() 0 and 1.
-template <typename Row>
-inline void store_pairs_transposed(const bf16*, const Row& row, float* out, int64_t lane_stride, int64_t half_stride) {
-  const vf high = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    vf r[4];
-    load_transposed_4([&](int i) { return reinterpret_cast<const float*>(row(i)) + 4 * half; }, r);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      float* dst = out + (4 * half + j) * lane_stride;
-      store(dst, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(r[j]), 16)));
-      store(dst + half_stride, _mm256_and_ps(r[j], high));
-    }
-  }
-}
-template <typename Row>
-inline void store_pairs_transposed(const float*, const Row& row, float* out, int64_t lane_stride,
-                                   int64_t half_stride) {
-#pragma GCC unroll 4
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    vf r[4];
-    load_transposed_4([&](int i) { return row(i) + 4 * quarter; }, r);
-    float* dst = out + quarter / 2 * half_stride + quarter % 2 * 4 * lane_stride;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) store(dst + j * lane_stride, r[j]);
-  }
 }
 
 // The larger of each lane; NaN where either is one.

@@ -47,53 +47,21 @@ inline void store_rounded(bf16* p, vf v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }
 
-// Floats [0, 4) of sixteen rows, transposed: r[j] holds element j of each row.
+// Floats [0, 4) of `row(0)` to `row(3)`.
 template <typename Row>
-inline void load_transposed_4(const Row& row, vf r[4]) {
-  vf t[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_castps128_ps512(_mm_loadu_ps(row(i)));
-    t[i] = _mm512_insertf32x4(t[i], _mm_loadu_ps(row(i + 4)), 1);
-    t[i] = _mm512_insertf32x4(t[i], _mm_loadu_ps(row(i + 8)), 2);
-    t[i] = _mm512_insertf32x4(t[i], _mm_loadu_ps(row(i + 12)), 3);
-  }
-  const vf u0 = _mm512_unpacklo_ps(t[0], t[1]), u1 = _mm512_unpackhi_ps(t[0], t[1]);
-  const vf u2 = _mm512_unpacklo_ps(t[2], t[3]), u3 = _mm512_unpackhi_ps(t[2], t[3]);
-  r[0] = _mm512_shuffle_ps(u0, u2, 0x44);
-  r[1] = _mm512_shuffle_ps(u0, u2, 0xee);
-  r[2] = _mm512_shuffle_ps(u1, u3, 0x44);
-  r[3] = _mm512_shuffle_ps(u1, u3, 0xee);
+inline vf load_quads(const Row& row) {
+  const vf first = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(row(0))), _mm_loadu_ps(row(1)), 1);
+  return _mm512_insertf32x4(_mm512_insertf32x4(first, _mm_loadu_ps(row(2)), 2), _mm_loadu_ps(row(3)), 3);
 }
-
-// Sixteen elements of each row: of bfloat16 the even and the odd ones are halves, of floats the first and the last.
-template <typename Row>
-inline void store_pairs_transposed(const bf16*, const Row& row, float* out, int64_t lane_stride, int64_t half_stride) {
-  const vf high = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000u)));
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    vf r[4];
-    load_transposed_4([&](int i) { return reinterpret_cast<const float*>(row(i)) + 4 * half; }, r);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      float* dst = out + (4 * half + j) * lane_stride;
-      store(dst, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r[j]), 16)));
-      store(dst + half_stride, _mm512_and_ps(r[j], high));
-    }
-  }
+inline vf unpack_low(vf a, vf b) { return _mm512_unpacklo_ps(a, b); }
+inline vf unpack_high(vf a, vf b) { return _mm512_unpackhi_ps(a, b); }
+inline vf first_pairs(vf a, vf b) { return _mm512_shuffle_ps(a, b, 0x44); }
+inline vf last_pairs(vf a, vf b) { return _mm512_shuffle_ps(a, b, 0xee); }
+inline vf even_half(vf v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16)); }
+inline vf odd_half(vf v) {
+  return _mm512_and_ps(v, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
-template <typename Row>
-inline void store_pairs_transposed(const float*, const Row& row, float* out, int64_t lane_stride,
-                                   int64_t half_stride) {
-#pragma GCC unroll 4
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    vf r[4];
-    load_transposed_4([&](int i) { return row(i) + 4 * quarter; }, r);
-    float* dst = out + quarter / 2 * half_stride + quarter % 2 * 4 * lane_stride;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) store(dst + j * lane_stride, r[j]);
-  }
-}
+#include "transposed.h"
 
 inline vf max_or_nan(vf a, vf b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q), _mm512_max_ps(a, b), _mm512_add_ps(a, b));
